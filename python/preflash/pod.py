@@ -33,7 +33,6 @@ from ._pod.options import RepeatedOptions
 from ._pod.wrapper import PodWrapper
 from ._run.variant import SegmentRun, of_side
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
-from ._wrap.graph import check_captured
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -91,7 +90,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             float_workspace_buffer, kv_layout, use_cuda_graph, False, paged_kv_indptr_buffer,
             paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
         )  # fmt: skip
-        self._joints = Joints(self._decode._requested_backend)
+        self._joints = Joints(self._decode)
 
     @takes(PodPlanArguments)
     def plan(self, a: PodPlanArguments) -> None:
@@ -111,15 +110,10 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     def _plan(self, a: DecodePlanArguments) -> None:
         decode, joints = self._decode, self._joints
         drafted = decode._drafted(decode._as_prefill(a))
-        graph_drafts = []
-        if decode.is_cuda_graph_enabled:
-            request = drafted.asked.request
-            for _, joint in joints.joined():
-                check_captured(joint.launch.place, 1, request.lengths)
-            graph_drafts = joints.drafts(request)
-            joints.order_behind_runs()
+        graphs = decode.is_cuda_graph_enabled
+        graph_drafts = joints.drafts(drafted.asked.request) if graphs else []
         decode._install(drafted)
-        joints.forget(decode._state.workspace)
+        joints.forget()
         planned = decode._planned()
         joints.write(graph_drafts, planned, planned.asked.request)
 
@@ -243,8 +237,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             with of_side(SIDES[0]):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
-            workspace = self._decode._state.workspace
-            joint = self._joints.make(key, planned, request, planned, workspace)
+            joint = self._joints.make(key, planned, request, planned)
         request = joint.prefill
         scales_p = _prefill_scales(given.sm_scale, request.options)
         scales_d = planned.scales

@@ -85,7 +85,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             for _ in SIDES
         ]
         self._prefill, self._decode = both
-        self._joints = Joints(self._decode._requested_backend)
+        self._joints = Joints(self._decode)
         # Of the plan that the decode side has, or gets next.
         self._prefill_asked: Asked | None = None
         self._both: _BothPlanned | None = None
@@ -144,7 +144,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         self._settle()
         self._prefill_asked = drafted_p.asked
         self._decode._install(drafted_d)
-        self._joints.forget(self._decode._state.workspace)
+        self._joints.forget()
 
     def _settle(self) -> None:
         """The prefill side of what is planned goes with the next decode side, too, unless a plan()
@@ -242,8 +242,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             batch, pages = request.lengths
             lengths = Lengths(batch.with_mask() if masked else batch, pages)
             request = request._replace(options=options, lengths=lengths)
-            workspace = self._decode._state.workspace
-            joint = self._joints.make(key, both, request, both.decode, workspace)
+            joint = self._joints.make(key, both, request, both.decode)
         return both, joint
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:

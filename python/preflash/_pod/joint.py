@@ -24,6 +24,8 @@ from .._device.buffers import order_behind_users
 from .._device.workspace import Workspace
 from .._plan import pipeline
 from .._run.variant import PlannedVariant, SegmentRun, of_side
+from .._wrap.graph import check_captured
+from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .._wrap.state import Planned
 
 SIDES = ("prefill side", "decode side")
@@ -108,10 +110,10 @@ class Joint(NamedTuple):
 
 
 class Joints:
-    """Of one wrapper."""
+    """Of one wrapper, planned in the workspace of its decode side."""
 
-    def __init__(self, requested: backends.Requested) -> None:
-        self._requested = requested
+    def __init__(self, decode: BatchPrefillWithPagedKVCacheWrapper) -> None:
+        self._decode = decode
         self._kept: OrderedDict[Hashable, Joint] = OrderedDict()
         # What CUDA graphs may replay, by key and options of the decode side: kept for good.
         self._captured: dict[tuple[Hashable, _core.AttentionOptions], Joint] = {}
@@ -123,12 +125,11 @@ class Joints:
         found = self._kept.get(key)
         return found if found is not None and found.of is of else None
 
-    def make(
-        self, key: Hashable, of: object, prefill: Request, decode: Planned, workspace: Workspace
-    ) -> Joint:
-        """Plans both sides, for the plan `of` of a wrapper and in its workspace. Raises everything
-        that a plan() raises once its arguments are checked."""
+    def make(self, key: Hashable, of: object, prefill: Request, decode: Planned) -> Joint:
+        """Plans both sides, for the plan `of` of a wrapper. Raises everything that a plan() raises
+        once its arguments are checked."""
         check.not_traced()
+        workspace = self._decode._state.workspace
         if workspace.device_stream.is_capturing():
             raise RuntimeError(
                 "this run() needs a plan, which cannot be made while its stream is being captured "
@@ -162,10 +163,11 @@ class Joints:
         self.last = joint
         return results
 
-    def forget(self, workspace: Workspace) -> None:
+    def forget(self) -> None:
         """A new plan() makes the work lists of the last one useless, except those of graphs."""
         kept, self._kept = self._kept, OrderedDict()
         self.last = None
+        workspace = self._decode._state.workspace
         for joint in kept.values():
             if isinstance(joint.launch, PlannedVariant) and not joint.launch.shared:
                 workspace.give_back(joint.launch.place.buffer, joint.launch)
@@ -179,17 +181,17 @@ class Joints:
                 yield key, joint
 
     def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, pipeline.Draft]]:
-        """The plans of everything captured, for another decode batch. Changes nothing."""
-        found = []
-        for key, joint in self.joined():
+        """The plans of everything captured, for another decode batch. Changes nothing; what the
+        current stream does from now on comes after the runs of other streams."""
+        joined, found = list(self.joined()), []
+        for _, joint in joined:
+            check_captured(joint.launch.place, 1, decode.lengths)
+        for key, joint in joined:
             sides, backend = _both_sides(joint, decode), joint.launch.backend
             found.append((key, joint, pipeline.draft_segments(joint.workspace, backend, sides)))
-        return found
-
-    def order_behind_runs(self) -> None:
-        """What the current stream does from now on comes after the runs of other streams."""
-        for _, joint in self.joined():
+        for _, joint in joined:
             order_behind_users(joint.launch.buffers, joint.launch.device_stream)
+        return found
 
     def write(
         self, drafts: list[tuple[Hashable, Joint, pipeline.Draft]], of: object, decode: Request
@@ -208,7 +210,7 @@ class Joints:
     ) -> PlannedVariant | InSequence:
         """The one place that decides whether both sides are one launch."""
         sides = [prefill, planned.asked.request]
-        name, device = self._requested.name, workspace.device_stream.device
+        name, device = self._decode._requested_backend.name, workspace.device_stream.device
         apart = _forced_apart or any(side.lengths.batch.max_qo_len == 0 for side in sides)
         options = [side.options for side in sides]
         backend = backends.choose(name, device, *options)

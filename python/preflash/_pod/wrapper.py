@@ -48,7 +48,7 @@ class PodWrapper:
             )
         self._settle()
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._joints.forget(self._decode._state.workspace)
+        self._joints.forget()
 
     def _settle(self) -> None:
         """Called before the plan of the decode side alone is made again."""
