@@ -193,19 +193,17 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             or a tensor from what was planned. Nothing is launched.
             NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
         """
-        self._check_not_recorded()
+        self._check_call(use_fp16_qk_reduction, enable_pdl)
         if args:
             check.nothing_more("run", args)
-        if use_fp16_qk_reduction is not False or enable_pdl is not None or causal_d is not False:
-            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
-            check.permission("enable_pdl", enable_pdl)
-            check.flag("causal_d", causal_d)
         if custom_mask_d is not None or packed_custom_mask_d is not None:
             name = "custom_mask_d" if custom_mask_d is not None else "packed_custom_mask_d"
             raise ValueError(
                 f"{name}: plan() made the decode side without a mask; leave it None, or plan these "
                 "requests with BatchPrefillWithPagedKVCacheWrapper, which takes one"
             )
+        if causal_d is not False:
+            check.flag("causal_d", causal_d)
         check.flag("causal_p", causal_p)
         check.flag("return_lse_p", return_lse_p)
         check.flag("return_lse_d", return_lse_d)
@@ -280,12 +278,10 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                     f"{name} = {getattr(options, name)}: the decode side was planned with "
                     f"{getattr(decode, name)}, and both sides have the same"
                 )
-        layout = given.kv_layout
-        tokens = q.shape[0]
-        lengths = single_lengths(tokens, k.shape[0 if layout == "NHD" else 1])
-        graph_rows = max(tokens, 1) if self.is_cuda_graph_enabled else 0
+        lengths = single_lengths(q.shape[0], k.shape[0 if given.kv_layout == "NHD" else 1])
+        graph_rows = max(q.shape[0], 1) if self.is_cuda_graph_enabled else 0
         return pipeline.make_request(
-            options, self.device, lengths, layout, has_mask(given), graph_rows
+            options, self.device, lengths, given.kv_layout, has_mask(given), graph_rows
         )
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
@@ -395,13 +391,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     prefills' and are planned when first seen. PODWithPagedKVCacheWrapper says when both sides are
     one launch. The decode side may have any number of queries.
 
-    Args:
-        float_workspace_buffer, kv_layout, backend: as in PODWithPagedKVCacheWrapper; kv_layout is
-            that of both caches.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn".
+    The constructor is that of PODWithPagedKVCacheWrapper; kv_layout is that of both caches.
     """
 
     @tells_nearest
@@ -446,9 +436,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             The others are those of BatchPrefillWithPagedKVCacheWrapper.plan(), for both sides.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
-            The wrapper keeps the plan it had.
+            What PODWithPagedKVCacheWrapper.plan() raises; the wrapper keeps the plan it had.
         """
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         prefill, decode = (
@@ -524,40 +512,34 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             paged_kv_cache_p, paged_kv_cache_d: as in BatchPrefillWithPagedKVCacheWrapper.run().
             custom_mask_p, packed_custom_mask_p, causal_p: of the prefills, as in
                 BatchPrefillWithPagedKVCacheWrapper.plan().
-            q_scale, k_scale, v_scale: of the decode side; floats or one-element tensors.
             return_lse: also return the log-sum-exp of both sides.
-            use_fp16_qk_reduction, enable_pdl: permissions.
-            out_p, lse_p, out_d, lse_d, lse_base, lse_layout: as in single_prefill_with_kv_cache.
+            The others are those of PODWithPagedKVCacheWrapper.run().
 
         Returns:
             (out_p, out_d), or ((out_p, lse_p), (out_d, lse_d)) with return_lse.
 
         Raises:
-            TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
-            launched.
-            NotImplementedError: no compiled kernel serves it, or it is recorded by torch.compile.
+            What PODWithPagedKVCacheWrapper.run() raises. Nothing is launched.
         """
-        self._check_not_recorded()
-        if use_fp16_qk_reduction is not False or enable_pdl is not None:
-            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
-            check.permission("enable_pdl", enable_pdl)
+        self._check_call(use_fp16_qk_reduction, enable_pdl)
         outputs_p = run_outputs(out_p, lse_p, return_lse, lse_base, lse_layout)
         outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
-        mask = (custom_mask_p, packed_custom_mask_p)
         causal = check.flag("causal_p", causal_p)
-        both, joint = self._joint(causal, custom_mask_p is not None or mask[1] is not None)
+        masked = custom_mask_p is not None or packed_custom_mask_p is not None
+        both, joint = self._joint(causal, masked)
         decode = both.decode
         scales_d = decode.scales
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
             scales_d = folded_scales(scales_d.logits, given, decode.asked.request.options)
-        masked = joint.prefill.options.mask == _core.Mask.custom
-        packed = self._mask(*mask, joint.prefill) if masked else None
+        mask = None
+        if masked:
+            mask = self._mask(custom_mask_p, packed_custom_mask_p, joint.prefill)
         runs = [
             SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p),
             SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
         ]
-        return self._joints.run((causal, masked), joint, runs, packed)
+        return self._joints.run((causal, masked), joint, runs, mask)
 
     forward = run
 

@@ -105,9 +105,12 @@ class PodWrapper:
             masks.check_mask_device(mask, self.device)
             return masks.mask_of_run(mask, given_packed, batch, device_stream, side="_p")
 
-    def _check_not_recorded(self) -> None:
+    def _check_call(self, use_fp16_qk_reduction: Any, enable_pdl: Any) -> None:
         if check.traced():
             raise NotImplementedError(
                 f"{type(self).__name__}.run() cannot be recorded by torch.compile, torch.export or "
                 "make_fx; call it outside, or use the prefill and the decode wrapper, which can"
             )
+        if use_fp16_qk_reduction is not False or enable_pdl is not None:
+            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
+            check.permission("enable_pdl", enable_pdl)
