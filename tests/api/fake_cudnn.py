@@ -11,6 +11,7 @@ import ctypes
 import enum
 import functools
 import math
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -103,7 +104,7 @@ class FakeCudnn(SimpleNamespace):
 def install(monkeypatch, module):
     """Makes it the cuDNN of tensors on the CPU."""
     monkeypatch.setattr(graph, "_load", lambda: (module, None))
-    monkeypatch.setattr(graph, "_handles", graph._Handles())
+    monkeypatch.setattr(graph, "_handles", threading.local())
     monkeypatch.setattr(graph, "_kept", functools.lru_cache(graph._kept.__wrapped__))
     monkeypatch.setattr(execution, "DEVICE_TYPE", "cpu")
     return module

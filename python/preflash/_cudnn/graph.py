@@ -88,25 +88,18 @@ _NAMES += ("k_offsets", "v_offsets", "stats_offsets", "page_table", "v_page_tabl
 _UIDS = {name: uid for uid, name in enumerate(_NAMES, start=1)}
 
 
-class _Handles(threading.local):
-    """A cuDNN handle of each device: no two threads may use one at a time."""
-
-    def __init__(self) -> None:
-        self.of_device: dict[torch.device, Any] = {}
-
-
-_handles = _Handles()
+_handles = threading.local()  # no two threads may use one at a time
 
 
 def _handle(cudnn: ModuleType, device: torch.device) -> Any:
     """This thread's, on the device's current stream."""
-    handle = _handles.of_device.get(device)
-    if handle is None:
+    of_device = vars(_handles).setdefault("of_device", {})
+    if device not in of_device:
         with _current(device):
-            handle = _handles.of_device[device] = cudnn.create_handle()
+            of_device[device] = cudnn.create_handle()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    cudnn.set_stream(handle, stream)
-    return handle
+    cudnn.set_stream(of_device[device], stream)
+    return of_device[device]
 
 
 def _current(device: torch.device) -> AbstractContextManager:
@@ -183,14 +176,13 @@ def _declared(cudnn: ModuleType, d: Graph, handle: Any) -> Any:
         torch.int32: cudnn.data_type.INT32,
         torch.int64: cudnn.data_type.INT64,
     }
-    real = types[torch.float32]
+    real, batch_size = types[torch.float32], d.q.dim[0]
     graph = cudnn.pygraph(
         io_data_type=types[d.dtype],
         intermediate_data_type=real,
         compute_data_type=real,
         handle=handle,
     )
-    batch_size = d.q.dim[0]
 
     def declare(name: str, dim: tuple, stride: tuple, dtype: torch.dtype) -> Any:
         tensor = graph.tensor(name=name, dim=list(dim), stride=list(stride), data_type=types[dtype])
@@ -200,20 +192,19 @@ def _declared(cudnn: ModuleType, d: Graph, handle: Any) -> Any:
     def array(name: str, rows: int, width: int = 1, dtype: torch.dtype = torch.int32) -> Any:
         return declare(name, (rows, 1, width, 1), (width, width, 1, 1), dtype)
 
-    def place(name: str, tensor: Any, t: Described) -> None:
+    def placed(name: str, tensor: Any, t: Described) -> Any:
         if t.offsets is not None:
             tensor.set_ragged_offset(array(f"{name}_offsets", batch_size + 1, dtype=t.offsets))
+        return tensor
 
     def read(name: str, t: Described) -> Any:
-        tensor = declare(name, t.dim, t.stride, d.dtype)
-        place(name, tensor, t)
-        return tensor
+        return placed(name, declare(name, t.dim, t.stride, d.dtype), t)
 
     def write(name: str, tensor: Any, t: Described, dtype: torch.dtype) -> None:
         tensor.set_output(True).set_uid(_UIDS[name]).set_data_type(types[dtype])
         tensor.set_dim(list(t.dim))
         tensor.set_stride(list(t.stride))
-        place(name, tensor, t)
+        placed(name, tensor, t)
 
     q, k, v = read("q", d.q), read("k", d.k), read("v", d.v)
     paging = {}

@@ -22,14 +22,7 @@ _WRAPPERS_KEPT = 2  # of a thread, with their workspaces
 Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithRaggedKVCacheWrapper
 
 
-class _Wrappers(threading.local):
-    """Those of this thread, by what their constructors were given; the last used is the last."""
-
-    def __init__(self) -> None:
-        self.of: dict[tuple, Wrapper] = {}
-
-
-_wrappers = _Wrappers()
+_wrappers = threading.local()
 
 
 class _Placed(NamedTuple):
@@ -132,16 +125,14 @@ def _check_apart(call: Call, in_place: bool) -> None:
 
 
 def _wrapper(call: Call, backend: str) -> Wrapper:
-    workspace, paged = call.workspace, call.batch.block_tables is not None
-    key = (workspace.device, workspace.data_ptr(), workspace.nbytes, backend, paged)
-    found = _wrappers.of.pop(key, None)
-    if found is None and paged:
-        found = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
-    elif found is None:
-        found = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
-    _wrappers.of[key] = found
-    if len(_wrappers.of) > _WRAPPERS_KEPT:
-        del _wrappers.of[next(iter(_wrappers.of))]
+    workspace, kind, layout = call.workspace, BatchPrefillWithPagedKVCacheWrapper, "HND"
+    if call.batch.block_tables is None:
+        kind, layout = BatchPrefillWithRaggedKVCacheWrapper, "NHD"
+    key = (workspace.device, workspace.data_ptr(), workspace.nbytes, backend, kind)
+    kept = vars(_wrappers).setdefault("kept", {})  # this thread's; the last used is the last
+    kept[key] = found = kept.pop(key, None) or kind(workspace, layout, backend=backend)
+    if len(kept) > _WRAPPERS_KEPT:
+        del kept[next(iter(kept))]
     return found
 
 
@@ -156,7 +147,7 @@ def _side_by_side(call: Call, kv_lens: list[int]) -> tuple[torch.Tensor, torch.T
         used = k_at.indptr[-1]
         return call.k[:used], call.v[:used], k_at.indptr
     k, v = _taken(call.k, k_at.every_row()), _taken(call.v, v_at.every_row())
-    return k, v, _cumulated(kv_lens)
+    return k, v, list(accumulate(kv_lens, initial=0))
 
 
 def _indexable(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,10 +160,6 @@ def _taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return _indexable(tensor)[sent(rows, tensor.device)].view(tensor.dtype)
 
 
-def _cumulated(lengths: list[int], begin: int = 0) -> list[int]:
-    return list(accumulate(lengths, initial=begin))
-
-
 def _spans(starts: list[int], lengths: list[int]) -> torch.Tensor:
     return spans(*(torch.tensor(x, dtype=torch.int64, device="cpu") for x in (starts, lengths)))
 
@@ -180,9 +167,10 @@ def _spans(starts: list[int], lengths: list[int]) -> torch.Tensor:
 def _placed(call: Call, name: str, lengths: list[int]) -> _Placed:
     starts = call.first_tokens(name, lengths)
     used = [(start, length) for start, length in zip(starts, lengths, strict=True) if length]
-    if all(a + length == b for (a, length), (b, _) in pairwise(used)):
-        return _Placed(_cumulated(lengths, used[0][0] if used else 0), None)
-    return _Placed(_cumulated(lengths), _spans(starts, lengths))
+    side_by_side = all(a + length == b for (a, length), (b, _) in pairwise(used))
+    begin = used[0][0] if used and side_by_side else 0
+    indptr = list(accumulate(lengths, initial=begin))
+    return _Placed(indptr, None if side_by_side else _spans(starts, lengths))
 
 
 def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
@@ -194,9 +182,7 @@ def _lse_rows(call: Call, qo_lens: list[int]) -> torch.Tensor:
 
 def _placed_lse(call: Call, rows: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Padded to the longest request with -inf, or where batch_offsets_stats has it."""
-    result = call.lse
-    if result is None:
-        result = lse.new_empty(call.lse_shape)
+    result = lse.new_empty(call.lse_shape) if call.lse is None else call.lse
     if call.lse is None or call.batch.starts["stats"] is None:
         result.fill_(-torch.inf)
     result.view(-1, call.q.shape[1]).index_copy_(0, sent(rows, lse.device), lse)
