@@ -1,10 +1,7 @@
 """Prefill on decode (POD): a prefill and a decode batch side by side in one launch.
 
 A prefill keeps the tensor cores busy and a decode batch the memory, so that each hides under the
-other. Both are segments of one work list (docs/guide.md). Where no kernel takes both, because they
-differ in dtypes or one has an option that those kernels lack (fp8, ALiBi, RoPE, head_dim above
-256), or because one side has no queries, the same call is two launches, one after the other, with
-the same results; `variant` and repr() tell.
+other. Both are segments of one work list (docs/guide.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Prefill beside decode: both sides of a run in one launch, or in two where no kernel takes both or
-two are faster.
-
-plan() gets the decode side, and in the wrapper of batches the lengths of both sides. run() brings
-the rest: lengths of a prefill, its mask and options. These are planned together with the decode
-side when first seen, and kept: further layers only launch.
-"""
+two are faster. What run() brings is planned together with the decode side when first seen, and
+kept: further layers only launch."""
 
 from __future__ import annotations
 
@@ -64,21 +60,23 @@ class InSequence:
         of both would refuse."""
         size = len(SegmentRun._fields)
         runs = [SegmentRun(*given[:size]), SegmentRun(*given[size:])]
-        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+        sides = list(zip(SIDES, self._variants, runs, strict=True))
+        for side, variant, run in sides:
             with of_side(side):
                 variant.check_run(*run)
-        if any(run.outputs.out is not None or run.outputs.lse is not None for run in runs):
-            self._check_apart(runs)
+        self._check_apart(sides)
         results = []
-        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+        for side, variant, run in sides:
             with of_side(side):
                 results.append(variant.attend_to(*run))
         return tuple(results)
 
-    def _check_apart(self, runs: list[SegmentRun]) -> None:
+    def _check_apart(self, sides: list[tuple[str, PlannedVariant, SegmentRun]]) -> None:
         """Outputs that were given need memory of their own, on both sides together."""
+        if all(run.outputs.out is None and run.outputs.lse is None for _, _, run in sides):
+            return
         written, read = [], []
-        for run, variant, side in zip(runs, self._variants, SIDES, strict=True):
+        for side, variant, run in sides:
             rows = variant.request.qo_tokens  # those behind are padding
             out, lse = run.outputs.out, run.outputs.lse
             if out is not None:

@@ -18,7 +18,7 @@ from .joint import SIDES, Joints
 @forwards(
     "_decode", "_kv_layout", "_window_left", "_logits_soft_cap", "_sm_scale", "_pos_encoding_mode",
     "_rope_scale", "_rope_theta", "_jit_module", "_use_cuda_graph", "_cached_q_data_type",
-    "_cached_kv_data_type",
+    "_cached_kv_data_type", "is_cuda_graph_enabled",
 )  # fmt: skip
 class PodWrapper:
     """What both wrappers tell of themselves. `_decode` is the decode side alone: it owns the float
@@ -57,10 +57,6 @@ class PodWrapper:
     def device(self) -> torch.device:
         """Where the workspace and every tensor of run() are."""
         return self._decode.device
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        return self._decode.is_cuda_graph_enabled
 
     @property
     def variant(self) -> str | None:
