@@ -105,25 +105,19 @@ class CudnnRun:
     def __init__(
         self, backend: CudnnBackend, workspace: Workspace, plan: CudnnPlan, request: Request
     ) -> None:
-        device_stream = workspace.device_stream
-        self.plan = plan
-        self.backend = backend
-        self.request = request
+        self.plan, self.backend, self.request = plan, backend, request
         self.shared = False  # whether a CUDA graph or a copied wrapper reads the arrays
-        self._device_stream = device_stream
+        self._device_stream = device_stream = workspace.device_stream
         self._workspace = workspace.float_buffer.tensor
         self._batch = _batch(request.lengths, device_stream.device)
         self.buffers = [Buffer(array) for array in self._batch.arrays().values()]
+        self.int_buffer = self.buffers[0]
         self._stream = device_stream.stream()
         self._ready: torch.cuda.Event | None = None
         if device_stream.ordinal >= 0:
             self._ready = torch.cuda.Event()
             self._ready.record(device_stream.owner_stream())
         self._attention = execution.Attention(self._workspace, "float_workspace_buffer")
-
-    @property
-    def int_buffer(self) -> Buffer:
-        return self.buffers[0]
 
     def memory_with(self, per_head: PerHead, skip_factor: float) -> None:
         _tensors.check_per_head(per_head, self.request.options, self.request.device)
@@ -148,8 +142,7 @@ class CudnnRun:
         self._follow_stream()
         self.shared = self.shared or self._device_stream.is_capturing()
         options, heads_first = self.request.options, outputs.lse_layout == "HN"
-        lse = outputs.lse
-        k, v = _keys(kv, self.request)
+        lse, (k, v) = outputs.lse, _keys(kv, self.request)
         call = Call(
             q=q,
             k=k,
@@ -197,10 +190,11 @@ def _batch(lengths: Lengths, device: torch.device) -> Batch:
     def array(values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
-    queries = Starts("qo_indptr", array(batch.qo_indptr, torch.int64), in_tokens=True)
-    keys = None
-    if lengths.pages is None:
-        keys = Starts("kv_indptr", array(batch.kv_indptr, torch.int64), in_tokens=True)
+    def starts(name: str) -> Starts:
+        return Starts(name, array(getattr(batch, name), torch.int64), in_tokens=True)
+
+    queries = starts("qo_indptr")
+    keys = starts("kv_indptr") if lengths.pages is None else None
     return Batch(
         size=batch.num_requests,
         max_qo_len=batch.max_qo_len,

@@ -33,8 +33,7 @@ def refuse_unserved(
     """Raises RefusedError for what no graph of cuDNN's takes."""
     if device.type != DEVICE_TYPE:
         raise RefusedError(f"cuDNN computes on CUDA tensors, and these are on {device}")
-    missing = _graph.why_missing()
-    if missing is not None:
+    if missing := _graph.why_missing():
         raise RefusedError(missing)
     if q_dtype not in DTYPES or kv_dtype != q_dtype:
         raise RefusedError(
@@ -167,13 +166,11 @@ class _Prepared:
         self._room = tuple(1 << (size - 1).bit_length() for size in sizes)
         self._device = call.q.device
         self._spare = self._room[0] - batch.size  # requests
-        table = self._page_table(call)
         self._arrays = {
             "qo_lens": self._lengths(batch.qo_lens),
             "kv_lens": self._lengths(batch.kv_lens),
             **{f"{name}_offsets": self._offsets(call, name) for name in batch.starts},
-            "page_table": table,
-            "v_page_table": table,
+            **dict.fromkeys(("page_table", "v_page_table"), self._page_table(call)),
         }
         self._kinds: dict[str, torch.Tensor] = {}  # of rows
         self.graph = _graph.built(self._described(call))
@@ -250,21 +247,20 @@ class _Prepared:
                 None if offsets is None else offsets.dtype,
             )
 
-        shape = call.out_shape
-        stride = (shape[1] * shape[2], shape[2], 1) if call.out is None else call.out.stride()
-        stats = (shape[0], shape[1], 1), (shape[1], 1, 1)
+        read = {"q": call.q, "k": call.k, "v": call.v}
+        layouts = {name: (tensor.shape, tensor.stride()) for name, tensor in read.items()}
+        tokens, heads, dim = shape = call.out_shape
+        layouts["out"] = shape, (heads * dim, dim, 1) if call.out is None else call.out.stride()
+        if call.with_lse:
+            layouts["stats"] = (tokens, heads, 1), (heads, 1, 1)
         return Graph(
             device=call.q.device,
             dtype=call.q.dtype,
             scale=call.sm_scale,
             causal=call.causal,
             max_kv_len=max_kv_len,
-            q=described("q", call.q.shape, call.q.stride()),
-            k=described("k", call.k.shape, call.k.stride()),
-            v=described("v", call.v.shape, call.v.stride()),
-            out=described("out", shape, stride),
-            stats=described("stats", *stats) if call.with_lse else None,
             table_width=0 if table is None else table.shape[1],
+            **{name: described(name, *layout) for name, layout in layouts.items()},
         )
 
     # The results.

@@ -78,7 +78,7 @@ class Graph(NamedTuple):
     k: Described
     v: Described
     out: Described
-    stats: Described | None  # the log-sum-exp, natural logarithms; None: not wanted
+    stats: Described | None = None  # the log-sum-exp, natural logarithms; None: not wanted
     table_width: int = 0  # pages in a row of the page table; 0: not paged
 
 
