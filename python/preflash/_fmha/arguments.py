@@ -47,8 +47,11 @@ def checked(a: SimpleNamespace) -> FmhaCall:
     operands = operands_of(a.qkv, a.input_layout, mixed=a.mixed)
     device = operands.q.device
     workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
-    out_dtype = out_dtype_of(a.out, a.out_dtype, operands.q.dtype)
-    options = _options(a, operands, out_dtype)
+    q_dtype = operands.q.dtype
+    out_dtype = out_dtype_of(a.out, a.out_dtype, q_dtype)
+    # What kernels write: for queries of 8 bits any output dtype, else that of the queries.
+    written = out_dtype if q_dtype == check.FP8_QUERY else q_dtype
+    options = _options(a, operands, written)
     bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
     check.logits_scale("bmm1_scale", bmm1, options)
     bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
@@ -65,7 +68,13 @@ def checked(a: SimpleNamespace) -> FmhaCall:
         # The maximum of a row is that of one pass over its keys.
         options = options.replace(disable_split=True)
     if a.out is not None:
-        _check_out(a.out, out_dtype, operands)
+        check.forward_only(out=a.out)  # rows that are converted do not go through a run
+        shape = (*operands.q.shape[:2], operands.head_dim_vo)
+        check.has_shape("out", a.out, shape, "[tokens, num_heads, head_dim of v]")
+        check.on_device("out", a.out, device)
+        if out_dtype == written:  # else it is copied there, which takes any strides
+            check.rows("out", a.out)
+        check.not_overlapping("out", a.out)
         refuse_shared("out", a.out, "workspace_buffer", workspace)
     if a.lse is not None:
         check.tensor("lse", a.lse)
@@ -85,11 +94,8 @@ def checked(a: SimpleNamespace) -> FmhaCall:
     )
 
 
-# --- options -------------------------------------------------------------------
-
-
 def _options(
-    a: SimpleNamespace, operands: Operands, out_dtype: torch.dtype
+    a: SimpleNamespace, operands: Operands, o_dtype: torch.dtype
 ) -> _core.AttentionOptions:
     q = operands.q
     mode = _mode("mask_mode", a.mask_mode, _MASK_MODES)
@@ -102,7 +108,7 @@ def _options(
         head_dim_vo=operands.head_dim_vo,
         q_dtype=check.CORE_DTYPES[q.dtype],
         kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
-        o_dtype=check.CORE_DTYPES[_kernel_dtype(out_dtype, q.dtype)],
+        o_dtype=check.CORE_DTYPES[o_dtype],
         causal=mode != "padding",
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
@@ -166,9 +172,6 @@ def _stats_scale(bmm1: float, options: _core.AttentionOptions) -> float:
     return scale
 
 
-# --- tensors -------------------------------------------------------------------
-
-
 def out_dtype_of(out: Any, out_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     if out is not None:
         check.tensor("out", out)
@@ -186,20 +189,3 @@ def out_dtype_of(out: Any, out_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     if out is not None and out.dtype != wanted:
         raise TypeError(f"out is {out.dtype} and out_dtype {wanted}; must be equal")
     return wanted
-
-
-def _kernel_dtype(wanted: torch.dtype, q_dtype: torch.dtype) -> torch.dtype:
-    """What kernels write: for queries of 8 bits any output dtype, else that of the queries."""
-    return wanted if q_dtype == check.FP8_QUERY else q_dtype
-
-
-def _check_out(out: torch.Tensor, dtype: torch.dtype, operands: Operands) -> None:
-    check.forward_only(out=out)  # rows that are converted do not go through a run
-    q = operands.q
-    wanted = (q.shape[0], q.shape[1], operands.head_dim_vo)
-    check.has_shape("out", out, wanted, "[tokens, num_heads, head_dim of v]")
-    check.on_device("out", out, q.device)
-    # What a kernel does not write itself is copied there, which takes any strides.
-    if dtype == _kernel_dtype(dtype, q.dtype):
-        check.rows("out", out)
-    check.not_overlapping("out", out)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _core
 from .._check import values as check
 from .._check.lengths import Lengths, PageList, batch_of, debugging
 from .._check.pages import may_be_read
@@ -128,9 +127,6 @@ def _on_device(lengths: FmhaLengths, device: torch.device) -> FmhaLengths:
     return lengths._replace(**{name: sent(array, device) for name, array in behind.items()})
 
 
-# --- values --------------------------------------------------------------------
-
-
 def _check_values(lengths: FmhaLengths, call: FmhaCall) -> None:
     operands = call.operands
     tokens = operands.q.shape[0]
@@ -192,9 +188,6 @@ def _check_longest(name: str, limit: int, found: list[int], of: str) -> None:
         raise ValueError(f"{name}={limit}: request {found.index(longest)} has {longest} {of}")
 
 
-# --- batches -------------------------------------------------------------------
-
-
 def exact(lengths: FmhaLengths) -> Lengths:
     """What is planned for lengths on the host; the pages stay where the page table is."""
     if lengths.pages is None:
@@ -207,8 +200,9 @@ def exact(lengths: FmhaLengths) -> Lengths:
     return Lengths(batch, PageList(indices, None, largest))
 
 
-def bounds_batch(lengths: FmhaLengths, operands: Operands) -> _core.Batch:
-    """A batch in which every request is as long as one may be."""
+def bounds(lengths: FmhaLengths, operands: Operands) -> Lengths:
+    """What is planned for lengths on the GPU: every request is as long as one may be. The pages are
+    to be copied into a table of the plan's."""
     paged = lengths.pages is not None
     each_qo = min(lengths.max_q_len, operands.q.shape[0])
     units = lengths.pages_each if paged else min(lengths.max_kv_len, operands.kv_extent)
@@ -220,8 +214,11 @@ def bounds_batch(lengths: FmhaLengths, operands: Operands) -> _core.Batch:
             )
     steps = torch.arange(lengths.batch_size + 1, dtype=torch.int32, device="cpu")
     qo_indptr, kv_indptr = steps * each_qo, steps * units
-    last = None
+    last = page_list = None
     if paged:
+        pages = torch.empty(lengths.pages.shape, dtype=torch.int32, device=operands.q.device)
+        page_list = PageList(pages, on_device=pages, largest=None)
         in_last = lengths.max_kv_len - (units - 1) * lengths.page_size if units > 0 else 1
         last = torch.full((lengths.batch_size,), in_last, dtype=torch.int32, device="cpu")
-    return batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)
+    batch = batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)
+    return Lengths(batch, page_list)

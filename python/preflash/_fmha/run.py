@@ -10,7 +10,7 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import Result
-from .._check.lengths import Lengths, PageList
+from .._check.lengths import Lengths
 from .._check.outputs import Outputs
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
@@ -108,7 +108,10 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     )  # fmt: skip
     variant = _cache.plans.pop(key, None)
     if variant is None:
-        variant = _plan_within_bounds(call._replace(options=options), lengths, device_stream)
+        pipeline.refuse_capture(device_stream)
+        bounds = fmha_lengths.bounds(lengths, operands)
+        workspace = _cache.workspace(device_stream.device)
+        variant = _planned(call._replace(options=options), bounds, workspace)
     _cache.plans[key] = variant
     if len(_cache.plans) > _PLANS_KEPT:
         del _cache.plans[next(iter(_cache.plans))]
@@ -130,31 +133,15 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     return result
 
 
-def _plan_within_bounds(
-    call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
-) -> PlannedVariant:
-    pipeline.refuse_capture(device_stream)
-    batch, listed = fmha_lengths.bounds_batch(lengths, call.operands), None
-    if lengths.pages is not None:
-        pages = torch.empty(lengths.pages.shape, dtype=torch.int32, device=device_stream.device)
-        listed = PageList(pages, on_device=pages, largest=None)
-    return _planned(call, Lengths(batch, listed), _cache.workspace(device_stream.device))
-
-
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
-    operands = call.operands
-    q = operands.q
-    kernel_writes = variant.request.options.o_dtype
-    converts = check.CORE_DTYPES[call.out_dtype] != kernel_writes
-    stats = None
-    outputs = Outputs(
-        out=None if converts else call.out, lse=call.given.lse, return_lse=call.return_lse
-    )
-    if converts and call.out is not None:
-        k, v = kv_of(operands.kv)
-        for name, value in (("k", k), ("v", v), ("lse", call.given.lse)):
+    q, kv = call.operands.q, call.operands.kv
+    out, lse, stats = call.out, call.given.lse, None
+    converts = check.CORE_DTYPES[call.out_dtype] != variant.request.options.o_dtype
+    if converts and out is not None:
+        for name, value in zip(("k", "v", "lse"), (*kv_of(kv), lse), strict=True):
             if value is not None:
-                refuse_shared("out", call.out, name, value)
+                refuse_shared("out", out, name, value)
+    outputs = Outputs(None if converts else out, lse, call.return_lse)
     if call.stats_scale is not None:
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
@@ -162,7 +149,7 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     memory = run_memory(partials, per_head=call.per_head)
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
-    result = variant.attend_to(q, operands.kv, scales, outputs, memory)
+    result = variant.attend_to(q, kv, scales, outputs, memory)
     if call.return_lse:
         result, stats = result
     if converts:
