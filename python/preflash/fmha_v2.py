@@ -13,7 +13,7 @@ import torch
 
 from ._check import values as check
 from ._fmha import arguments, direct, run
-from ._fmha.operands import Qkv
+from ._fmha.arguments import Qkv
 
 __all__ = ["fmha_varlen", "trtllm_fmha_v2_prefill"]
 

@@ -35,8 +35,7 @@ from ._compat.signatures import takes
 from ._device import backends
 from ._plan import pipeline
 from ._plan.masks import check_rows
-from ._pod.joint import SIDES, Joint, Joints
-from ._pod.wrapper import PodWrapper
+from ._pod.joint import SIDES, Joint, Joints, PodWrapper
 from ._run.variant import SegmentRun, of_side
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper, data_types
 from ._wrap.paged import BatchPrefillWithPagedKVCacheWrapper

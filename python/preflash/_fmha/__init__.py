@@ -1,6 +1,6 @@
 """Calls that plan for themselves: trtllm_fmha_v2_prefill and those that are like it.
 
-arguments, operands, lengths   checked
-run                            planned, kept and run
-direct                         the same under the names of other calls
+arguments, lengths   checked
+run                  planned, kept and run
+direct               the same under the names of other calls
 """

@@ -13,8 +13,7 @@ from .._check.lengths import Lengths, PageList, batch_of, debugging
 from .._check.pages import may_be_read
 from .._device.stream import sent
 from .._plan.pages import listed
-from .arguments import FmhaCall
-from .operands import Operands
+from .arguments import FmhaCall, Operands
 
 _INT32_MAX = 2**31 - 1
 

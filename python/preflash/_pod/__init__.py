@@ -1,5 +1,5 @@
 """Prefill and decode in one launch (POD-Attention, arXiv 2410.18038).
 
-joint       plans of two batches: in one launch, or one after the other
-wrapper     what both public wrappers have
+joint   plans of two batches, in one launch or one after the other, and what both public wrappers
+        have
 """
