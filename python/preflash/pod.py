@@ -121,8 +121,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         graph_drafts = joints.drafts(drafted.asked.request) if graphs else []
         decode._install(drafted)
         joints.forget()
-        planned = decode._planned()
-        joints.write(graph_drafts, planned, planned.asked.request)
+        joints.write(graph_drafts, decode._planned())
 
     def run(
         self,
@@ -242,7 +241,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             with of_side(SIDES[0]):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
-            joint = self._joints.make(key, planned, request, planned)
+            joint = self._joints.make(key, request, planned)
         request = joint.prefill
         scales_p = _prefill_scales(given.sm_scale, request.options)
         scales_d = planned.scales
@@ -357,16 +356,16 @@ def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> tol
     def find(wrapper: Any) -> torch.Tensor | None:
         if wrapper._decode._state.planned is None:
             return None
-        return tell(wrapper._planned().prefill.request.lengths, wrapper.device)
+        return tell(wrapper._decode._planned().asked.prefill.request.lengths, wrapper.device)
 
     return told(find)
 
 
-class _BothPlanned(NamedTuple):
-    """What plan() of a wrapper of batches leaves behind."""
+class _BothAsked(Asked):
+    """The decode side's, to which the prefill side's is tied: the decode side's plan changes in one
+    step, so that run() finds both sides of one plan() after any interrupt."""
 
     prefill: Asked  # without causal and mask: those are of run()
-    decode: Planned
 
 
 @forwards(
@@ -405,9 +404,6 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         ]
         self._prefill, self._decode = both
         self._joints = Joints(self._decode)
-        # Of the plan that the decode side has, or gets next.
-        self._prefill_asked: Asked | None = None
-        self._both: _BothPlanned | None = None
 
     # Attributes that callers read, of the prefills and of the decode requests.
     _use_cuda_graph = only(False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper")
@@ -458,24 +454,10 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             drafted_p = self._prefill._drafted(prefill)
         with of_side(SIDES[1]):
             drafted_d = self._decode._drafted(decode)
-        self._settle()
-        self._prefill_asked = drafted_p.asked
-        self._decode._install(drafted_d)
+        asked = _BothAsked(*drafted_d.asked)
+        asked.prefill = drafted_p.asked
+        self._decode._install(drafted_d._replace(asked=asked))
         self._joints.forget()
-
-    def _settle(self) -> None:
-        """The prefill side of what is planned goes with the next decode side, too, unless a plan()
-        replaces it."""
-        if self._decode._state.planned is not None:
-            self._prefill_asked = self._planned().prefill
-
-    def _planned(self) -> _BothPlanned:
-        """What the last plan() left. The decode side's plan changes in one step, so run() finds
-        both sides of one plan() after any interrupt."""
-        decode = self._decode._planned()
-        if self._both is None or self._both.decode is not decode:
-            self._both = _BothPlanned(self._prefill_asked, decode)
-        return self._both
 
     def run(
         self,
@@ -522,17 +504,16 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
         causal = check.flag("causal_p", causal_p)
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
-        both, joint = self._joint(causal, masked)
-        decode = both.decode
-        scales_d = decode.scales
+        planned, joint = self._joint(causal, masked)
+        scales_d = planned.scales
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
-            scales_d = folded_scales(scales_d.logits, given, decode.asked.request.options)
+            scales_d = folded_scales(scales_d.logits, given, joint.decode_options)
         mask = None
         if masked:
             mask = self._mask(custom_mask_p, packed_custom_mask_p, joint.prefill)
         runs = [
-            SegmentRun(q_p, paged_kv_cache_p, both.prefill.scales, outputs_p),
+            SegmentRun(q_p, paged_kv_cache_p, planned.asked.prefill.scales, outputs_p),
             SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
         ]
         return self._joints.run((causal, masked), joint, runs, mask)
@@ -540,12 +521,12 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     forward = run
 
     @check.eager
-    def _joint(self, causal: bool, masked: bool) -> tuple[_BothPlanned, Joint]:
-        both = self._planned()
+    def _joint(self, causal: bool, masked: bool) -> tuple[Planned, Joint]:
+        planned = self._decode._planned()
         key = (causal, masked)
-        joint = self._joints.find(key, both)
+        joint = self._joints.find(key, planned)
         if joint is None:
-            request = both.prefill.request
+            request = planned.asked.prefill.request
             options = request.options.replace(
                 causal=causal and not masked,
                 mask=_core.Mask.custom if masked else _core.Mask.bounds,
@@ -553,8 +534,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             batch, pages = request.lengths
             lengths = Lengths(batch.with_mask() if masked else batch, pages)
             request = request._replace(options=options, lengths=lengths)
-            joint = self._joints.make(key, both, request, both.decode)
-        return both, joint
+            joint = self._joints.make(key, request, planned)
+        return planned, joint
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
         """run() with return_lse=True."""

@@ -41,7 +41,7 @@ def attend(
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
-    """A cache and the layout it has in FmhaArguments. One tensor may hold keys that are values."""
+    """A cache and its input_layout. One tensor may hold keys that are values."""
     check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
@@ -60,12 +60,10 @@ def paged_by_tables(
     which one of the pools is then moved; to find it tables on the GPU are waited for."""
     cache, layout = paged(name, kv_cache, kv_layout)
     shared = check.flag("uses_shared_paged_kv_idx", shared)
-    if check.is_tensor("block_tables", block_tables).dim() != (2 if shared else 3):
-        shape = "[batch_size, pages]" if shared else "[batch_size, 2, pages]"
-        raise ValueError(
-            f"block_tables has shape {tuple(block_tables.shape)}; must be {shape} with "
-            f"uses_shared_paged_kv_idx={shared}"
-        )
+    check.is_tensor("block_tables", block_tables)
+    shape = "[batch_size, pages]" if shared else "[batch_size, 2, pages]"
+    wanted = f"{shape} with uses_shared_paged_kv_idx={shared}"
+    check.has_dims("block_tables", block_tables, 2 if shared else 3, wanted)
     if shared:
         return cache, layout, block_tables
     if block_tables.is_cuda and torch.cuda.is_current_stream_capturing():

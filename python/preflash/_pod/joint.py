@@ -102,7 +102,7 @@ class InSequence:
 class Joint(NamedTuple):
     """What one kind of prefill and the planned decode batch run as."""
 
-    of: object  # what plan() left when it was made; None: a plan with other options came since
+    of: Planned | None  # the decode side; None: a plan with other options came since
     prefill: Request
     decode_options: _core.AttentionOptions
     workspace: Workspace
@@ -120,14 +120,12 @@ class Joints:
         self._replaced: list[Joint] = []  # as well, under keys that have another one now
         self.last: Joint | None = None
 
-    def find(self, key: Hashable, of: object) -> Joint | None:
-        """What was made for the plan `of`."""
+    def find(self, key: Hashable, decode: Planned) -> Joint | None:
         found = self._kept.get(key)
-        return found if found is not None and found.of is of else None
+        return found if found is not None and found.of is decode else None
 
-    def make(self, key: Hashable, of: object, prefill: Request, decode: Planned) -> Joint:
-        """Plans both sides, for the plan `of` of a wrapper. Raises everything that a plan() raises
-        once its arguments are checked."""
+    def make(self, key: Hashable, prefill: Request, decode: Planned) -> Joint:
+        """Plans both sides. Raises all that a plan() raises once its arguments are checked."""
         check.not_traced()
         workspace = self._decode._state.workspace
         if workspace.device_stream.is_capturing():
@@ -138,7 +136,7 @@ class Joints:
             )
         workspace = workspace.beside()
         launch = self._launch(prefill, decode, workspace)
-        joint = Joint(of, prefill, decode.asked.request.options, workspace, launch)
+        joint = Joint(decode, prefill, decode.asked.request.options, workspace, launch)
         self._kept[key] = joint
         self._kept.move_to_end(key)
         if len(self._kept) > _JOINTS_KEPT:
@@ -193,14 +191,13 @@ class Joints:
             order_behind_users(joint.launch.buffers, joint.launch.device_stream)
         return found
 
-    def write(
-        self, drafts: list[tuple[Hashable, Joint, pipeline.Draft]], of: object, decode: Request
-    ) -> None:
+    def write(self, drafts: list[tuple[Hashable, Joint, pipeline.Draft]], planned: Planned) -> None:
+        decode = planned.asked.request
         for key, joint, draft in drafts:
             sides, where = _both_sides(joint, decode), joint.launch.place
             launch = pipeline.plan_segments(joint.workspace, draft, sides, SIDES, where)
             as_planned = joint.decode_options == decode.options
-            joint = joint._replace(of=of if as_planned else None, launch=launch)
+            joint = joint._replace(of=planned if as_planned else None, launch=launch)
             self._captured[key, joint.decode_options] = joint
             if as_planned:
                 self._kept[key] = joint
@@ -262,12 +259,8 @@ class PodWrapper:
                 "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
                 "the workspaces; construct another wrapper"
             )
-        self._settle()
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._joints.forget()
-
-    def _settle(self) -> None:
-        """Called before the plan of the decode side alone is made again."""
 
     @property
     def device(self) -> torch.device:
