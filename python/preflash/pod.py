@@ -63,16 +63,13 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     after the other, with the same results (`variant` names both kernels then).
 
     Args:
-        float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper. kv_layout is
-            that of the paged cache.
+        float_workspace_buffer, kv_layout, backend, paged_kv_indptr_buffer, paged_kv_indices_buffer,
+        paged_kv_last_page_len_buffer: as in BatchPrefillWithPagedKVCacheWrapper, where the last
+            three end in _buf. kv_layout is that of the paged cache.
         use_cuda_graph: plan() keeps its arrays in the buffers, and a captured run() replays what
             was planned last, beside a prefill of the captured lengths. Call run() once before the
             capture. The batch size is len(paged_kv_last_page_len_buffer).
-        paged_kv_indptr_buffer: int32 [batch_size + 1], on the wrapper's device.
-        paged_kv_indices_buffer: int32, for as many pages as any batch has.
-        paged_kv_last_page_len_buffer: int32 [batch_size].
         jit_args: None only: nothing is compiled at run time.
-        backend: "auto", "fa2", "fa3" or "cpu", as in BatchPrefillWithPagedKVCacheWrapper.
 
     Raises:
         TypeError, ValueError: an argument is wrong.

@@ -91,17 +91,17 @@ class Call(NamedTuple):
 
         Raises ValueError where they do not lie in it, reach into the next one, or share tokens of a
         tensor that is written."""
-        at, width, size = self.batch.starts[name], self.per_token(name), len(lengths)
+        at, width, size = self.batch.starts[name], max(self.per_token(name), 1), len(lengths)
         begins = [0] * size if at.given is None else at.given.tolist()
         if not at.in_tokens:
             for request, start in enumerate(begins[:size]):
-                if start % max(width, 1):
+                if start % width:
                     raise ValueError(
                         f"{at.name}[{request}] = {start}: must be a multiple of {width}, the "
                         "elements from one token to the next; batch_offsets_units='tokens' takes "
                         "tokens"
                     )
-            begins = [start // max(width, 1) for start in begins]
+            begins = [start // width for start in begins]
         if name == "stats":
             tokens = math.prod((self.lse_shape if self.lse is None else self.lse.shape)[:-1])
         else:
@@ -345,22 +345,18 @@ def _check_host_values(call: Call) -> None:
             call.first_tokens(name, lens.tolist())
     table = batch.block_tables
     if table is not None and _readable(table) and _readable(batch.kv_lens):
-        _check_pages(table.cpu(), batch.kv_lens.cpu(), call.k.shape)
+        table, (count, _, page_size, _) = table.cpu(), call.k.shape
+        # What lies behind the pages of a request is not followed.
+        held = (batch.kv_lens.cpu() + (page_size - 1)) // page_size
+        used = torch.arange(table.shape[1], device="cpu") < held[:, None]
+        wrong = used & ((table < 0) | (table >= count))
+        if bool(wrong.any()):
+            request, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"block_tables[{request}, {column}] = {int(table[request, column])}: must be in "
+                f"[0, {count}), the pages of k_cache"
+            )
 
 
 def _readable(array: torch.Tensor) -> bool:
     return array.numel() > 0 and may_be_read(array)
-
-
-def _check_pages(table: torch.Tensor, kv_lens: torch.Tensor, cache: torch.Size) -> None:
-    """Those of requests; what lies behind them in the table is not followed."""
-    count, _, page_size, _ = cache
-    columns = torch.arange(table.shape[1], device="cpu")
-    used = columns < ((kv_lens + (page_size - 1)) // page_size)[:, None]
-    wrong = used & ((table < 0) | (table >= count))
-    if bool(wrong.any()):
-        request, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"block_tables[{request}, {column}] = {int(table[request, column])}: must be in "
-            f"[0, {count}), the pages of k_cache"
-        )

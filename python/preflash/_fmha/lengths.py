@@ -51,9 +51,8 @@ def checked(call: FmhaCall) -> FmhaLengths:
     kv_indptr = a.cum_seq_lens_kv
     if kv_indptr is not None or not paged:
         kv_indptr = _array("cum_seq_lens_kv", kv_indptr, batch_size + 1, "batch_size + 1", device)
-    lengths = FmhaLengths(
-        qo_indptr, kv_indptr, kv_lens, None, batch_size, max_q_len, max_kv_len, operands.page_size
-    )
+    arrays = (qo_indptr, kv_indptr, kv_lens)
+    lengths = FmhaLengths(*arrays, None, batch_size, max_q_len, max_kv_len, operands.page_size)
     if paged:
         tables = _tables_of_k(a.block_tables, operands, kv_lens)
         if tables is None:
@@ -64,14 +63,17 @@ def checked(call: FmhaCall) -> FmhaLengths:
         raise ValueError(
             f"block_tables is given with input_layout={a.input_layout!r}, which has no pages"
         )
-    given = [array for array in (qo_indptr, kv_indptr, kv_lens) if array is not None]
-    seen = all(array.is_cpu for array in given)
+    seen = all(array is None or array.is_cpu for array in arrays)
     if seen or debugging():
         _check_values(lengths, call)
     if paged:  # callers round max_kv_len up, or give the longest that their model has
         room = lengths.pages.shape[1] * lengths.page_size
         lengths = lengths._replace(kv_indptr=None, max_kv_len=min(max_kv_len, room))
-    return lengths if seen else _on_device(lengths, device)
+    if not seen:  # what is on the host yet follows the rest
+        for name, array in zip(lengths._fields, lengths[:3], strict=False):
+            if array is not None and array.is_cpu:
+                lengths = lengths._replace(**{name: sent(array, device)})
+    return lengths
 
 
 def _array(name: str, value: Any, numel: int, meaning: str, device: torch.device) -> torch.Tensor:
@@ -117,13 +119,6 @@ def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -
                 "begins so many pages behind k, and its pages must be those of k"
             )
     return of_k
-
-
-def _on_device(lengths: FmhaLengths, device: torch.device) -> FmhaLengths:
-    """What is on the host yet follows the rest."""
-    arrays = {name: getattr(lengths, name) for name in ("qo_indptr", "kv_indptr", "kv_lens")}
-    behind = {name: a for name, a in arrays.items() if a is not None and a.is_cpu}
-    return lengths._replace(**{name: sent(array, device) for name, array in behind.items()})
 
 
 def _check_values(lengths: FmhaLengths, call: FmhaCall) -> None:
