@@ -240,7 +240,11 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             key = _key(given)
             joint = self._joints.make(key, request, planned)
         request = joint.prefill
-        scales_p = _prefill_scales(given.sm_scale, request.options)
+        if given.sm_scale is None:
+            scales_p = Scales(softmax_scale(None, request.options), 1.0)
+        else:
+            with of_side(SIDES[0]):
+                scales_p = Scales(softmax_scale(given.sm_scale, request.options), 1.0)
         scales_d = planned.scales
         if scales.given:
             scales_d = folded_scales(planned.scales.logits, scales, decode_options)
@@ -281,13 +285,6 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         return self.run(*args, **{"return_lse_p": True, "return_lse_d": True, **kwargs})
 
     forward_return_lse = run_return_lse
-
-
-def _prefill_scales(sm_scale: Scale, options: _core.AttentionOptions) -> Scales:
-    if sm_scale is None:
-        return Scales(softmax_scale(None, options), 1.0)
-    with of_side(SIDES[0]):
-        return Scales(softmax_scale(sm_scale, options), 1.0)
 
 
 def _key(given: SingleArguments) -> tuple:

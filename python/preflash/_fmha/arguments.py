@@ -59,7 +59,6 @@ class FmhaCall(NamedTuple):
     scales: Scales
     per_head: PerHead
     given: SimpleNamespace  # the arguments of checked()
-    out: torch.Tensor | None
     out_dtype: torch.dtype
     wants_stats: bool
     stats_scale: float | None  # of the maxima in base 2; None: the kernels tell no statistics
@@ -112,7 +111,6 @@ def checked(a: SimpleNamespace) -> FmhaCall:
         scales=Scales(bmm1, bmm2),
         per_head=per_head,
         given=a,
-        out=a.out,
         out_dtype=out_dtype,
         wants_stats=wants_stats,
         stats_scale=stats_scale,
@@ -225,14 +223,14 @@ def _operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
     paged = "PAGED" in layout
     kv_layout = "HND" if layout.endswith("HND") else "NHD"
     tokens, heads = (-3, -2) if kv_layout == "NHD" else (-2, -3)
-    num_kv_heads = k.shape[heads]
+    page_size, num_kv_heads = k.shape[tokens] if paged else 0, k.shape[heads]
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"qkv: v has shape {tuple(v.shape)} and k {tuple(k.shape)}; must have as many "
             f"{'pages, ' if paged else ''}tokens and heads"
         )
-    if paged and k.shape[tokens] < 1:
-        raise ValueError(f"qkv: pages of {k.shape[tokens]} tokens; must hold at least 1")
+    if paged and page_size < 1:
+        raise ValueError(f"qkv: pages of {page_size} tokens; must hold at least 1")
     check.query_dtype("qkv", q.dtype)
     if mixed:
         check.kv_dtype("qkv", k.dtype, q.dtype)
@@ -252,17 +250,8 @@ def _operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
             f"qkv: q has {q.shape[1]} heads and k {num_kv_heads}; must be a multiple, or another "
             "input_layout was meant"
         )
-    return Operands(
-        q=q,
-        kv=kv,
-        kv_layout=kv_layout,
-        page_size=k.shape[tokens] if paged else 0,
-        num_kv_heads=num_kv_heads,
-        head_dim_vo=v.shape[-1],
-        kv_extent=k.shape[0],
-        kv_dtype=k.dtype,
-        packed=layout == "PACKED_QKV",
-    )
+    sizes = page_size, num_kv_heads, v.shape[-1], k.shape[0]
+    return Operands(q, kv, kv_layout, *sizes, k.dtype, packed=layout == "PACKED_QKV")
 
 
 def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
@@ -296,9 +285,9 @@ def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
         _shaped("qkv[1]", kv, 5, f"[pages, 2, {inner}, head_dim]", layout, planes=2)
         return q, kv
     k, v = kv if len(kv) == 2 else _wrong(layout, parts)
+    wanted = f"[pages, {inner}, head_dim] with input_layout={layout!r}"
     for name, pool in (("k", k), ("v", v)):
-        check.tensor(name, pool)
-        _shaped(f"qkv: {name}", pool, 4, f"[pages, {inner}, head_dim]", layout)
+        check.has_dims(f"qkv: {name}", check.tensor(name, pool), 4, wanted)
     return q, (k, v)
 
 
@@ -318,11 +307,9 @@ def _wrong(layout: str, qkv: Any) -> Any:
     raise TypeError(f"qkv must be {LAYOUTS[layout]} with input_layout={layout!r}; got {got}")
 
 
-def _shaped(
-    name: str, t: torch.Tensor, dims: int, shape: str, layout: str, planes: int | None = None
-) -> None:
-    """planes: the size of dimension 1, which tells q, k and v, or k and v; None: it does not."""
-    if t.dim() != dims or planes not in (None, t.shape[1]):
+def _shaped(name: str, t: torch.Tensor, dims: int, shape: str, layout: str, planes: int) -> None:
+    """planes: the size of dimension 1, which tells q, k and v, or k and v."""
+    if t.dim() != dims or t.shape[1] != planes:
         raise ValueError(
             f"{name} has shape {tuple(t.shape)}; must be {shape} with input_layout={layout!r}"
         )

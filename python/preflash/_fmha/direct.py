@@ -16,11 +16,10 @@ from . import arguments, run
 
 # What calls say that lack a parameter of trtllm_fmha_v2_prefill.
 _UNSAID = {
-    "window_left": -1,
+    **dict.fromkeys(("cum_seq_lens_kv", "block_tables", "out_dtype", "sinks", "window_left")),
+    **dict.fromkeys(("pos_encoding_mode", "logits_soft_cap_scale")),
     "chunked_attention_size": 0,
     "save_softmax_stats": False,
-    **dict.fromkeys(("cum_seq_lens_kv", "block_tables", "out_dtype", "sinks")),
-    **dict.fromkeys(("pos_encoding_mode", "logits_soft_cap_scale")),
     "skip_softmax_threshold_scale_factor": None,
 }
 

@@ -135,7 +135,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
 
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
     q, kv = call.operands.q, call.operands.kv
-    out, lse, stats = call.out, call.given.lse, None
+    out, lse, stats = call.given.out, call.given.lse, None
     converts = check.CORE_DTYPES[call.out_dtype] != variant.request.options.o_dtype
     if converts and out is not None:
         for name, value in zip(("k", "v", "lse"), (*kv_of(kv), lse), strict=True):
@@ -165,7 +165,7 @@ def _converted(call: FmhaCall, lengths: FmhaLengths, result: torch.Tensor) -> to
     if call.out_dtype == torch.float8_e4m3fn:
         result = result.clamp(-_E4M3_MAX, _E4M3_MAX)
     result = result.to(call.out_dtype)
-    out = call.out
+    out = call.given.out
     if out is None:
         return result
     # Rows that no request has stay as they are: those before the first one's and behind the last's.

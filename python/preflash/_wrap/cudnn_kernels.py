@@ -14,14 +14,11 @@ from .._check.tensors import refuse_shared
 from .._cudnn.call import Call
 from .._device.stream import DeviceStream, sent
 from .._plan.pages import listed, spans
+from .batch import BatchPrefillWrapper
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .ragged import BatchPrefillWithRaggedKVCacheWrapper
 
 _WRAPPERS_KEPT = 2  # of a thread, with their workspaces
-
-Wrapper = BatchPrefillWithPagedKVCacheWrapper | BatchPrefillWithRaggedKVCacheWrapper
-
-
 _wrappers = threading.local()
 
 
@@ -124,7 +121,7 @@ def _check_apart(call: Call, in_place: bool) -> None:
             refuse_shared(name, value, other_name, other)
 
 
-def _wrapper(call: Call, backend: str) -> Wrapper:
+def _wrapper(call: Call, backend: str) -> BatchPrefillWrapper:
     workspace, kind, layout = call.workspace, BatchPrefillWithPagedKVCacheWrapper, "HND"
     if call.batch.block_tables is None:
         kind, layout = BatchPrefillWithRaggedKVCacheWrapper, "NHD"
