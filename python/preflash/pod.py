@@ -239,27 +239,23 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
             joint = self._joints.make(key, request, planned)
-        request = joint.prefill
+        batch, options = joint.prefill.lengths.batch, joint.prefill.options
         if given.sm_scale is None:
-            scales_p = Scales(softmax_scale(None, request.options), 1.0)
+            scales_p = Scales(softmax_scale(None, options), 1.0)
         else:
             with of_side(SIDES[0]):
-                scales_p = Scales(softmax_scale(given.sm_scale, request.options), 1.0)
+                scales_p = Scales(softmax_scale(given.sm_scale, options), 1.0)
         scales_d = planned.scales
         if scales.given:
             scales_d = folded_scales(planned.scales.logits, scales, decode_options)
-        mask = None
+        memory = None
         if has_mask(given):
-            batch = request.lengths.batch
             if given.packed_custom_mask is None:
                 with of_side(SIDES[0]):
                     check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
-            mask = self._mask(given.custom_mask, given.packed_custom_mask, request)
-        runs = [
-            SegmentRun(given.q, (given.k, given.v), scales_p, outputs_p),
-            SegmentRun(q_d, kv_d, scales_d, outputs),
-        ]
-        return self._joints.run(key, joint, runs, mask)
+            memory = self._memory(given.custom_mask, given.packed_custom_mask, joint)
+        prefill = SegmentRun(given.q, (given.k, given.v), scales_p, outputs_p, memory)
+        return self._joints.run(key, joint, prefill, SegmentRun(q_d, kv_d, scales_d, outputs))
 
     def _prefill_request(self, given: SingleArguments, decode: _core.AttentionOptions) -> Request:
         q, k, v = given.q, given.k, given.v
@@ -392,11 +388,10 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         backend: str = "auto",
     ) -> None:
         backends.requested(backend)  # cuDNN serves each side, not both
-        both = [
+        self._prefill, self._decode = (
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
             for _ in SIDES
-        ]
-        self._prefill, self._decode = both
+        )
         self._joints = Joints(self._decode)
 
     # Attributes that callers read, of the prefills and of the decode requests.
@@ -503,14 +498,11 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
             scales_d = folded_scales(scales_d.logits, given, joint.decode_options)
-        mask = None
-        if masked:
-            mask = self._mask(custom_mask_p, packed_custom_mask_p, joint.prefill)
-        runs = [
-            SegmentRun(q_p, paged_kv_cache_p, planned.asked.prefill.scales, outputs_p),
-            SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d),
-        ]
-        return self._joints.run((causal, masked), joint, runs, mask)
+        memory = self._memory(custom_mask_p, packed_custom_mask_p, joint) if masked else None
+        scales_p = planned.asked.prefill.scales
+        prefill = SegmentRun(q_p, paged_kv_cache_p, scales_p, outputs_p, memory)
+        decode = SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d)
+        return self._joints.run((causal, masked), joint, prefill, decode)
 
     forward = run
 

@@ -144,12 +144,8 @@ class Joints:
         return joint
 
     def run(
-        self, key: Hashable, joint: Joint, runs: list[SegmentRun], mask: torch.Tensor | None
+        self, key: Hashable, joint: Joint, prefill: SegmentRun, decode: SegmentRun
     ) -> tuple[Result, ...]:
-        """mask: the prefill's, packed, of this run alone."""
-        prefill, decode = runs
-        if mask is not None:
-            prefill = prefill._replace(memory=joint.launch.memory_with_mask(mask))
         was_shared = joint.launch.shared
         results = joint.launch.attend_to(*prefill, *decode)
         if joint.launch.shared and not was_shared:
@@ -299,16 +295,17 @@ class PodWrapper:
             f"variant={self.variant!r}, {launches}, {where})"
         )
 
-    def _mask(
-        self, dense: torch.Tensor | None, packed: torch.Tensor | None, request: Request
-    ) -> torch.Tensor:
-        """The prefill side's mask of one run, checked and packed."""
+    def _memory(
+        self, dense: torch.Tensor | None, packed: torch.Tensor | None, joint: Joint
+    ) -> _core.RunMemory:
+        """The prefill side's, with its mask of one run, checked and packed."""
         device_stream = self._decode._state.workspace.device_stream
-        batch, given_packed = request.lengths.batch, packed is not None
+        batch, given_packed = joint.prefill.lengths.batch, packed is not None
         with of_side(SIDES[0]):
             mask = masks.check_mask(dense, packed, batch)
             masks.check_mask_device(mask, self.device)
-            return masks.mask_of_run(mask, given_packed, batch, device_stream, side="_p")
+            mask = masks.mask_of_run(mask, given_packed, batch, device_stream, side="_p")
+        return joint.launch.memory_with_mask(mask)
 
     def _check_call(self, use_fp16_qk_reduction: Any, enable_pdl: Any) -> None:
         if check.traced():
