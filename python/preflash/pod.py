@@ -6,10 +6,11 @@ other. Both are segments of one work list (docs/guide.md).
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -199,9 +200,9 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         check.flag("causal_p", causal_p)
         check.flag("return_lse_p", return_lse_p)
         check.flag("return_lse_d", return_lse_d)
-        repeated = RepeatedOptions(
-            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
-        )
+        repeated = (
+            kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d,
+        )  # fmt: skip
         prefill = SingleArguments(
             q_p, k_p, v_p, custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p,
             pos_encoding_mode_p, False, sm_scale_p, window_left_p, None, rope_scale_p, rope_theta_p,
@@ -219,15 +220,16 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         given: SingleArguments,
         q_d: torch.Tensor,
         kv_d: KvCache,
-        repeated: RepeatedOptions,
+        repeated: tuple,
         scales: GivenScales,
         outputs: Outputs,
     ) -> tuple[Result, Result]:
         outputs_p = outputs_of(given)
         planned = self._decode._planned()
         decode_options = planned.asked.request.options
-        if repeated.anything:
-            repeated.check_against(planned, self._decode._kv_layout)
+        # By identity: a tensor is equal to nothing as a whole.
+        if any(map(operator.is_not, repeated, _NOTHING)):
+            _check_repeated(repeated, planned, self._decode._kv_layout)
         key, joint = None, None
         try:
             key = _key(given)
@@ -288,56 +290,36 @@ def _key(given: SingleArguments) -> tuple:
     return (q.shape, k.shape, v.shape, q.dtype, k.dtype, q.device, single_key(given))
 
 
-class RepeatedOptions(NamedTuple):
-    """As they were given. A default says nothing: it cannot be told from an argument that was left
-    out."""
-
-    kv_layout: str = "NHD"
-    pos_encoding_mode: str = "NONE"
-    sm_scale: Scale = None
-    window_left: int = -1
-    rope_scale: float | None = None
-    rope_theta: float | None = None
-
-    @property
-    def anything(self) -> bool:
-        """Whether anything is said. By identity: a tensor is equal to nothing as a whole."""
-        return any(map(operator.is_not, self, _NOTHING))
-
-    def check_against(self, planned: Planned, kv_layout: str) -> None:
-        """Raises ValueError where one of them contradicts what was planned.
-
-        kv_layout: the decode side's.
-        """
-        options = planned.asked.request.options
-        told = RepeatedOptions(
-            kv_layout, MODE_OF[options.position], planned.scales.logits, options.window_left,
-            options.rope_scale, options.rope_theta,
-        )  # fmt: skip
-        for name, value, default, now in zip(self._fields, self, _NOTHING, told, strict=True):
-            if value is default:
-                continue
-            value = _READ[name](f"{name}_d", value)
-            close = name == "sm_scale" and math.isclose(value, now, rel_tol=1e-6)
-            if not close and value not in (now, default):
-                raise ValueError(
-                    f"{name}_d={value!r}: the decode side was planned with {now!r}; leave it out, "
-                    f"or call plan() with {name}={value!r}"
-                )
-
-
-_NOTHING = RepeatedOptions()
-
-
-# As plan() reads them.
-_READ: dict[str, Callable[[str, Any], Any]] = {
-    "kv_layout": lambda name, value: check.one_of(name, value, check.KV_LAYOUTS),
-    "pos_encoding_mode": lambda name, value: check.one_of(name, value, check.ENCODING_MODES),
-    "sm_scale": check.scale,
-    "window_left": check.window_left,
-    "rope_scale": check.real,
-    "rope_theta": check.real,
+# Options of run() that repeat what plan() said of the decode side: the default, which says nothing,
+# because it cannot be told from an argument that was left out; and how plan() reads them.
+_REPEATED: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
+    "kv_layout": ("NHD", functools.partial(check.one_of, allowed=check.KV_LAYOUTS)),
+    "pos_encoding_mode": ("NONE", functools.partial(check.one_of, allowed=check.ENCODING_MODES)),
+    "sm_scale": (None, check.scale),
+    "window_left": (-1, check.window_left),
+    "rope_scale": (None, check.real),
+    "rope_theta": (None, check.real),
 }
+_NOTHING = tuple(default for default, _ in _REPEATED.values())
+
+
+def _check_repeated(given: tuple, planned: Planned, kv_layout: str) -> None:
+    """Raises ValueError where one of them contradicts what was planned. given: in their order."""
+    options = planned.asked.request.options
+    told = (
+        kv_layout, MODE_OF[options.position], planned.scales.logits, options.window_left,
+        options.rope_scale, options.rope_theta,
+    )  # fmt: skip
+    for (name, (default, read)), value, now in zip(_REPEATED.items(), given, told, strict=True):
+        if value is default:
+            continue
+        value = read(f"{name}_d", value)
+        close = name == "sm_scale" and math.isclose(value, now, rel_tol=1e-6)
+        if not close and value not in (now, default):
+            raise ValueError(
+                f"{name}_d={value!r}: the decode side was planned with {now!r}; leave it out, "
+                f"or call plan() with {name}={value!r}"
+            )
 
 
 def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> told:
