@@ -31,7 +31,6 @@ from ._check.outputs import Outputs, outputs_of, run_outputs
 from ._check.request import Request
 from ._check.scales import Scales, folded_scales, softmax_scale
 from ._compat.engine_attributes import forwards, only, planned_array, planned_pages, told
-from ._compat.plan_module import MODE_OF
 from ._compat.signatures import takes
 from ._device import backends
 from ._plan import pipeline
@@ -307,7 +306,7 @@ def _check_repeated(given: tuple, planned: Planned, kv_layout: str) -> None:
     """Raises ValueError where one of them contradicts what was planned. given: in their order."""
     options = planned.asked.request.options
     told = (
-        kv_layout, MODE_OF[options.position], planned.scales.logits, options.window_left,
+        kv_layout, check.MODE_OF[options.position], planned.scales.logits, options.window_left,
         options.rope_scale, options.rope_theta,
     )  # fmt: skip
     for (name, (default, read)), value, now in zip(_REPEATED.items(), given, told, strict=True):

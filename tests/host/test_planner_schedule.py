@@ -51,7 +51,7 @@ def test_persistent_lists_are_longest_first_and_even(seed):
 
 
 def test_ctas_that_share_items_have_one_list():
-    """Two CTAs an item on 132 SMs: 66 lists, each of one item as long as there are no more items."""
+    """Two CTAs an item on 132 SMs: 66 lists, each of one item while there are no more items."""
     options = {"family": "sm90", "ctas_per_sm": 1, "ctas_per_item": 2, "disable_split_kv": True}
     for batch, lists in ((8, 64), (9, 66)):
         made = plan(**ragged([1] * batch, [300] * batch, **GQA, **options))
