@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from preflash import _core
 from preflash._check.outputs import DEFAULT_OUTPUTS
-from preflash._plan import pipeline
 from preflash.testing import Case, build, runner
 
 BASE = {
@@ -507,8 +506,7 @@ def test_a_place_without_a_plan_cannot_be_launched():
     wrapper = runner.make_wrapper(inputs.case, backend="cpu")
     runner.plan(wrapper, inputs)
     planned = wrapper._state.planned
-    workspace = wrapper._state.workspace
-    draft = pipeline.Draft(planned.usual.backend, planned.usual.plan)
-    placed = pipeline.place(workspace, draft, planned.asked.request)
+    workspace, variant = wrapper._state.workspace, planned.usual
+    placed = variant.backend.place(workspace, variant.plan, planned.asked.request)
     with pytest.raises(RuntimeError, match="without a plan"):
         placed.attend_to(inputs.q, (inputs.k, inputs.v), planned.scales, DEFAULT_OUTPUTS, None)

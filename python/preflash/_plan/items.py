@@ -53,7 +53,10 @@ _ALONE = Items._fields[1:]
 _alone = operator.attrgetter(*_ALONE)
 
 
-def _refuse_alone(a: Any) -> None:
+def check_alone(a: Any) -> None:
+    """Without prefix_len_ptr nothing is given that goes with it."""
+    if _core.same_objects(_alone(a), (None, 0, None)):
+        return
     for name in _ALONE:
         value = getattr(a, name)
         if name == "token_pos_in_items_len" and value is not None:
@@ -62,12 +65,8 @@ def _refuse_alone(a: Any) -> None:
             raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
 
 
-def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor | None:
-    """The mask of multi-item scoring; None: plan() was not given any."""
-    if a.prefix_len_ptr is None:
-        if not _core.same_objects(_alone(a), (None, 0, None)):
-            _refuse_alone(a)
-        return None
+def mask_of(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor:
+    """The mask of multi-item scoring, where plan() is given prefix_len_ptr."""
     for name in ("custom_mask", "packed_custom_mask"):
         if getattr(a, name) is not None:
             raise ValueError(f"{name} is given with prefix_len_ptr, which is another mask")

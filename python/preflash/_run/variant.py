@@ -66,33 +66,34 @@ class PlannedVariant:
         """place: of an earlier plan, which a CUDA graph runs. backend: of kernels. names: of the
         segments, in messages."""
         if place is None:
-            place = place_in(workspace.int_buffer(plan.int_bytes), workspace)
+            work_list = workspace.int_buffer(plan.int_bytes)
+            place = place_in(work_list, workspace)
+        else:
+            work_list = place.buffer
         self.plan = plan
         self.place = place
         self.backend = backend
         self.device_stream = device_stream = workspace.device_stream
         # The work list and all else that launches use; the allocator knows that the current stream
         # uses it.
-        self.buffers = buffers = [place.buffer]
+        self.buffers = buffers = [work_list]
         self.float_workspace = None
         if workspace.float_buffer is not None:
             self.float_workspace = workspace.float_buffer.tensor
             buffers.append(workspace.float_buffer)
-        masks = []
-        largest_pages = []
+        masks, largest_pages, alike = [], [], []
         held = []  # what the plan leaves in tensors that callers hold, too
-        alike = []
-        for options, _, (batch, pages), kv_layout, mask, graph_rows, *_ in requests:
+        for options, _, (batch, pages), kv_layout, mask, graph_rows, _, _ in requests:
             masks.append(mask)
             alike.append((options, kv_layout, batch.page_size))
-            indices = largest_page = None
+            largest_page = None
             if pages is not None:
                 _, indices, largest_page = pages
+                if indices is not None:
+                    buffers.append(Buffer(indices))
+                    name = "paged_kv_indices_buf" if graph_rows else "paged_kv_indices"
+                    held.append((name, indices, batch.kv_end * indices.itemsize))
             largest_pages.append(-1 if largest_page is None else largest_page)
-            if indices is not None:
-                buffers.append(Buffer(indices))
-                name = "paged_kv_indices_buf" if graph_rows else "paged_kv_indices"
-                held.append((name, indices, batch.kv_end * indices.itemsize))
             if mask is not None:
                 buffers.append(Buffer(mask))
                 if graph_rows:
@@ -126,7 +127,7 @@ class PlannedVariant:
     @property
     def int_buffer(self) -> Buffer:
         """Where the work list is."""
-        return self.place.buffer
+        return self.buffers[0]
 
     @property
     def shared(self) -> bool:

@@ -36,7 +36,7 @@ from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
 from .._plan import items, masks, pipeline, prepass
 from .._plan.masks import MaskSource
-from .._plan.pipeline import Draft
+from .._plan.pipeline import Draft, new_tuple
 from .._run.variant import PlannedVariant
 from .._wrap import traced
 from . import graph as _graph
@@ -156,7 +156,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if a.sm_scale is not None:
             scales = Scales(softmax_scale(a.sm_scale, options), 1.0)
         of_items = items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a)
-        return Asked(request, scales, given, of_items)
+        return new_tuple(Asked, (request, scales, given, of_items))
 
     @check.eager
     def _plan(self, a: BatchArguments) -> None:
@@ -172,39 +172,42 @@ class BatchPrefillWrapper(EngineAttributes):
         forward: plan for these options of a forward() that will follow, where they can be served;
         it is for forward() to refuse them, not for this call.
         """
-        workspace = self._state.workspace
-        if self._awaits_buffers:
-            self._take_graph_buffers()
-        graph = self._graph
-        if graph is not None:
-            graph.check_may_plan()
+        if self._graph_enabled:
+            if self._graph is None:
+                self._take_graph_buffers()
+            self._graph.check_may_plan()
         asked = self._asked(a)
-        request = asked.request
-        options = request.options
-        draft = None
+        workspace, request = self._state.workspace, asked.request
+        options, draft = request.options, None
         if forward is not None:
-            options = with_forward(options, forward)
+            other = with_forward(options, forward)
             with contextlib.suppress(ValueError, NotImplementedError):
-                draft = self._draft(workspace, request._replace(options=options))
+                draft = self._draft(workspace, request._replace(options=other))
+                options = other
         if draft is None:
-            options = request.options
             draft = self._draft(workspace, request)
         device = workspace.device_stream.device
         _lengths.check_hints(a, request.lengths, request.options, device)
-        batch = request.lengths.batch
         source = None
-        mask = items.mask_of(a, batch, device)
-        if mask is None:
-            mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
-        if mask is not None:
-            masks.check_mask_device(mask, device)
-            source = MaskSource(mask, a.packed_custom_mask is not None)
-        if graph is not None:
+        if asked.given.masked:
+            source = self._mask_source(a, request.lengths.batch)
+        else:
+            items.check_alone(a)
+        if self._graph is not None:
             return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
         if source is not None:
-            mask = masks.owned_mask(*source, batch, workspace.device_stream)
+            mask = masks.owned_mask(*source, request.lengths.batch, workspace.device_stream)
             asked = asked._replace(request=request._replace(mask=mask))
-        return Drafted(workspace, draft, asked, options)
+        return new_tuple(Drafted, (workspace, draft, asked, options, {}, None))
+
+    def _mask_source(self, a: BatchArguments, batch: _core.Batch) -> MaskSource:
+        if a.prefix_len_ptr is not None:
+            mask = items.mask_of(a, batch, self.device)
+        else:
+            items.check_alone(a)
+            mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
+        masks.check_mask_device(mask, self.device)
+        return MaskSource(mask, a.packed_custom_mask is not None)
 
     def _drafted_for_graphs(
         self, drafted: Drafted, mask: MaskSource | None, a: BatchArguments
@@ -234,40 +237,43 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _install(self, drafted: Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
-        before = self._state
         workspace, draft, asked, options, refreshed, copy_in = drafted
-        # Without use_cuda_graph=True a graph goes on with the work list that it has captured.
-        captured = before.captured if self._graph is None else before.captured_so_far()
+        before, graph = self._state, self._graph
+        replaced, captured, shared = before.planned, before.captured, before.shared
+        if graph is not None:
+            captured = before.captured_so_far()
+        else:
+            # Without use_cuda_graph=True a graph goes on with the work list that it has captured.
+            shared = before.shared_so_far()
         request = asked.request
         as_asked = options is request.options or options == request.options
         if not as_asked:
             request = request._replace(options=options)
         primary = self._placed(workspace, draft, request, captured)
-        others = {
-            other: self._placed(workspace, again, request._replace(options=other), captured)
-            for other, again in refreshed.items()
-        }
+        others = {}
+        for other, again in refreshed.items():
+            request_again = request._replace(options=other)
+            others[other] = self._placed(workspace, again, request_again, captured)
         usual = primary if as_asked else others.get(asked.request.options)
-        planned = Planned(asked, asked.scales, usual, primary, options, others)
-        shared = before.shared_so_far() if self._graph is None else before.shared
-        # before._replace() takes a microsecond.
-        after = State(workspace, planned, shared, request.graph_rows, captured, before.last_forward)
+        planned = new_tuple(Planned, (asked, asked.scales, usual, primary, others))
+        after = new_tuple(
+            State,
+            (workspace, planned, shared, request.graph_rows, captured, before.last_forward),
+        )
         copies = ()
-        if self._graph is not None:
+        if graph is not None:
             # From here on the old plan has lost its buffers: an interrupted call leaves no plan.
             self._state = before._replace(planned=None, captured=captured)
-            ran = () if before.planned is None else before.planned.variants()
-            self._graph.order_behind_runs(ran, captured.values())
-            self._graph.reserve(draft.plan.int_bytes)
+            ran = () if replaced is None else replaced.variants()
+            graph.order_behind_runs(ran, captured.values())
+            graph.reserve(draft.plan.int_bytes)
             if copy_in is not None:
                 copies = copy_in()
         then = functools.partial(setattr, self, "_state", after)
         runs = (primary, *others.values())
         pipeline.upload(workspace, runs, request, then=then, copies=copies)
-        if before.planned is not None:
-            replaced = before.planned.primary
-            if not replaced.shared:
-                before.workspace.give_back(replaced.int_buffer, replaced)
+        if replaced is not None and not replaced.primary.shared:
+            before.workspace.give_back(replaced.primary.int_buffer, replaced.primary)
 
     def _placed(
         self,
@@ -282,7 +288,7 @@ class BatchPrefillWrapper(EngineAttributes):
             where = captured.get(request.options)
             if where is None:
                 workspace = workspace.beside()
-        return pipeline.place(workspace, draft, request, where)
+        return draft.backend.place(workspace, draft.plan, request, where)
 
     def _planned(self) -> Planned:
         planned = self._state.planned
@@ -293,7 +299,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _select(self, planned: Planned, options: _core.AttentionOptions) -> PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
         request = planned.asked.request
-        if options == planned.options:
+        if options == planned.primary.request.options:
             return planned.primary
         found = planned.others.get(options)
         if found is None:
@@ -303,7 +309,7 @@ class BatchPrefillWrapper(EngineAttributes):
             if self._graph is not None and workspace.device_stream.is_capturing():
                 found = self._graph.planned_beside_capture(workspace, draft, request)
             else:
-                found = pipeline.place(workspace, draft, request)
+                found = draft.backend.place(workspace, draft.plan, request)
                 pipeline.upload(workspace, (found,), request)
             planned.keep(options, found)
         return found

@@ -255,7 +255,7 @@ class GraphMode:
     ) -> PlannedVariant:
         """Uploads at once, while the host waits, what a graph will only find there."""
         where = place_in(self._take_reserved(draft.plan.int_bytes), workspace)
-        found = pipeline.place(workspace, draft, request, where)
+        found = draft.backend.place(workspace, draft.plan, request, where)
         stream = self._device_stream.stream()
         where.arrive_before(stream)  # waits: from then on nobody uses the reserve
         with torch.cuda.stream(self._stream_beside_captures()):

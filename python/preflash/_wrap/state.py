@@ -35,9 +35,8 @@ class Planned(NamedTuple):
     # The variant of a run() without options; None if begin_forward() planned another one and no
     # run() has used this one yet.
     usual: PlannedVariant | None
-    # The variant that plan() or begin_forward() made, for these options.
+    # The variant that plan() or begin_forward() made.
     primary: PlannedVariant
-    options: _core.AttentionOptions
     # What runs with a window_left or skipped tiles and forward() asked for.
     others: dict[_core.AttentionOptions, PlannedVariant]
 
