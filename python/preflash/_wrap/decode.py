@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,7 +12,6 @@ from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
 from .._check.names import tells_nearest
-from .._check.options import check_neutral, options_of
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
 from .options import lists_options
@@ -38,22 +38,16 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
     return "float16" if q_data_type is None else q_data_type, kv_data_type
 
 
-class MadeFrom(NamedTuple):
-    """A call of plan() that run(q_len_per_req=...) may repeat."""
-
-    arguments: DecodePlanArguments
-    versions: tuple[int, ...] | None  # of its arrays; None: torch counts no changes of theirs
-
-    @property
-    def unchanged(self) -> bool:
-        return self.versions is not None and _versions(self.arguments) == self.versions
+# A call of plan() that run(q_len_per_req=...) may repeat, and the versions of its arrays.
+_MadeFrom = tuple[DecodePlanArguments, tuple[int, ...] | None]
 
 
 def _versions(a: DecodePlanArguments) -> tuple[int, ...] | None:
-    arrays = (a.indptr, a.indices, a.last_page_len)
-    if any(array.is_inference() for array in arrays):
+    """None: torch counts no changes of theirs."""
+    indptr, indices, last_page_len = a.indptr, a.indices, a.last_page_len
+    if indptr.is_inference() or indices.is_inference() or last_page_len.is_inference():
         return None
-    return tuple(array._version for array in arrays)
+    return (indptr._version, indices._version, last_page_len._version)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -73,7 +67,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _serves_cudnn = False
     _had_several = False  # whether any plan() asked for several queries per request
-    _made_from: MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
+    _made_from: _MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
 
     @tells_nearest
     def __init__(
@@ -99,7 +93,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         given = self._given_buffers
         last_page_len = given["paged_kv_last_page_len_buf"]
         if given["qo_indptr_buf"] is None and isinstance(last_page_len, torch.Tensor):
-            qo_indptr = _one_query_each(last_page_len).to(last_page_len.device)
+            qo_indptr = _one_query_each(last_page_len).to(last_page_len.device, copy=True)
             self._given_buffers = {**given, "qo_indptr_buf": qo_indptr}
         super()._take_graph_buffers()
 
@@ -125,7 +119,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._plan(self._as_prefill(a))
-        self._made_from = MadeFrom(a, _versions(a))
+        self._made_from = (a, _versions(a))
 
     @takes(DecodePlanArguments)
     def begin_forward(self, a: DecodePlanArguments) -> None:
@@ -144,12 +138,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
-        check_neutral(options_of(a))
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
         q_len = 1 if a.q_len_per_req is None else check.positive("q_len_per_req", a.q_len_per_req)
         qo_indptr = _one_query_each(a.last_page_len)
         if q_len > 1:
-            qo_indptr *= q_len
+            qo_indptr = qo_indptr * q_len
         # Here, where the two have the names that the caller knows.
         if check.is_tensor("indptr", a.indptr).numel() != qo_indptr.numel():
             raise ValueError(
@@ -226,13 +219,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
-        planned, made_from = self._q_len_per_req or 1, self._made_from
+        planned = self._q_len_per_req or 1
+        made_from, versions = self._made_from or (None, None)
         if q_len_per_req is None:
-            asked = planned if made_from is None else made_from.arguments.q_len_per_req or 1
+            asked = planned if made_from is None else made_from.q_len_per_req or 1
         else:
             asked = check.positive("q_len_per_req", q_len_per_req)
         changes = asked != planned
-        if changes and (self._graph is not None or made_from is None or not made_from.unchanged):
+        unchanged = versions is not None and _versions(made_from) == versions
+        if changes and (self._graph is not None or not unchanged):
             raise ValueError(
                 f"q_len_per_req={asked} in run(), and plan() had {planned}: plan again"
             )
@@ -243,7 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 "plan again with another q_len_per_req"
             )
         if changes:
-            again = converted(made_from.arguments, DecodePlanArguments, q_len_per_req=asked)
+            again = converted(made_from, DecodePlanArguments, q_len_per_req=asked)
             self._plan(self._as_prefill(again))
 
     @property
@@ -265,5 +260,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
 def _one_query_each(last_page_len: torch.Tensor) -> torch.Tensor:
     """qo_indptr of a batch with one query per request; made on the host, where plan() reads it."""
-    check.is_tensor("last_page_len", last_page_len)
-    return torch.arange(last_page_len.numel() + 1, dtype=torch.int32, device="cpu")
+    return _numbers(check.is_tensor("last_page_len", last_page_len).numel() + 1)
+
+
+@functools.lru_cache(maxsize=16)  # NOTE: nobody may write into it
+def _numbers(count: int) -> torch.Tensor:
+    check.not_traced()  # a tensor of FakeTensorMode would stay
+    return torch.arange(count, dtype=torch.int32, device="cpu")
