@@ -26,7 +26,7 @@ from .._run.kernels import CpuBackend, CudaBackend, KernelBackend
 from .._run.variant import PlannedVariant
 from . import prepass
 
-# new_tuple(Draft, (...)) takes half the time of Draft(...): for what every plan() makes.
+# new_tuple(Request, (...)) takes half the time of Request(...): for what every plan() makes.
 new_tuple = tuple.__new__
 
 for _family in _core.families():
@@ -71,11 +71,8 @@ class HostCopy(NamedTuple):
     values: torch.Tensor
 
 
-class Draft(NamedTuple):
-    """A plan that is counted and fits its workspace, where it has no place yet."""
-
-    backend: backends.Backend
-    plan: backends.Plan
+# A plan that is counted and fits its workspace, where it has no place yet, and who made it.
+Draft = tuple[backends.Backend, backends.Plan]
 
 
 def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
@@ -93,7 +90,7 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
             unsplit = options.replace(disable_split=True)
             counted = backend.plan(device, unsplit, batch, float_bytes, rows, mask_bytes)
         _check_room(workspace, counted)
-    return new_tuple(Draft, (backend, counted))
+    return backend, counted
 
 
 def _check_room(workspace: Workspace, plan: backends.Plan) -> None:
@@ -122,51 +119,48 @@ def _with_and_without_prepass(
 ) -> list[backends.Plan]:
     """The plan and, if it has a pre-pass, the plan without it: for a smaller float workspace, some
     CUDA graphs, and runs with factors of heads."""
-    plans = [plan(room, backend_name, request).plan]
-    if plans[0].has_prepass:
+    _, counted = plan(room, backend_name, request)
+    if counted.has_prepass:
         direct = request._replace(options=prepass.without(request.options))
         with contextlib.suppress(NotImplementedError):  # no kernel fits this device without them
-            plans.append(plan(room, backend_name, direct).plan)
-    return plans
+            return [counted, plan(room, backend_name, direct)[1]]
+    return [counted]
 
 
 def made(workspace: Workspace, backend_name: str, request: Request) -> backends.Run:
     """Planned, placed and uploaded."""
     backend, counted = plan(workspace, backend_name, request)
     run = backend.place(workspace, counted, request)
-    upload(workspace, (run,), request)
+    upload(workspace, (run,))
     return run
 
 
 def upload(
     workspace: Workspace,
     runs: Iterable[backends.Run],
-    *requests: Request,
+    *,
     then: Callable[[], None] | None = None,
     copies: Sequence[HostCopy] = (),
 ) -> None:
-    """Starts the copies of placed plans' work lists to the device. Nobody waits for them: the
-    staging memory is the uploader's own, and a run on another stream is ordered behind it.
+    """Starts the copies of work lists to the device, of plans of one batch that have their places.
+    Nobody waits for them: the staging memory is the uploader's own, and a run on another stream is
+    ordered behind it.
 
     then: called right after the last copy has started, before a signal handler can raise. So an
     interrupted plan() leaves the old state with its work list or the new state with its own. NOTE:
     it must run no bytecode, because handlers run between bytecodes; a partial of setattr() runs
     none. copies: of the plan's arrays, which go the same way.
     """
-    placements, addresses, host_copies = [], [], []
+    placements, host_copies = [], []
+    page_indices, mask_bits = [0], 0  # cuDNN has no work list
     for run in runs:
         if run.place is not None:
             placements.append((run.place, run.plan))
-    for request in requests:
-        pages = request.lengths.pages
-        indices = None if pages is None else pages.on_device
-        addresses.append(0 if indices is None else indices.data_ptr())
+            page_indices, mask_bits = run.page_indices, run.mask_bits
     for to, values in copies:
         host_copies.append((to.data_ptr(), values.data_ptr(), values.nbytes))
-    # No kernel of two segments asks which tiles of a mask are full, partial or empty.
-    mask_bits = requests[0].mask_bits if len(requests) == 1 else 0
     stream = workspace.device_stream.stream()
-    _core.write_plans(placements, addresses, mask_bits, stream, then, host_copies)
+    _core.write_plans(placements, page_indices, mask_bits, stream, then, host_copies)
 
 
 # Two batches in one launch, each a segment.
@@ -180,9 +174,9 @@ def draft_segments(
     if isinstance(backend, str):
         backend = backends.choose(backend, device, *(request.options for request in requests))
     segments = [(one.options, one.lengths.batch, one.graph_rows) for one in requests]
-    plan = backend.plan_segments(device, segments, workspace.float_bytes)
-    _check_room(workspace, plan)
-    return Draft(backend, plan)
+    counted = backend.plan_segments(device, segments, workspace.float_bytes)
+    _check_room(workspace, counted)
+    return backend, counted
 
 
 def plan_segments(
@@ -194,6 +188,7 @@ def plan_segments(
 ) -> PlannedVariant:
     """Places and uploads. names: of the segments, in messages. where: the place of an earlier plan,
     which a CUDA graph runs."""
-    variant = PlannedVariant(draft.plan, where, draft.backend, requests, workspace, names)
-    upload(workspace, (variant,), *requests)
+    backend, counted = draft
+    variant = PlannedVariant(counted, where, backend, requests, workspace, names)
+    upload(workspace, (variant,))
     return variant

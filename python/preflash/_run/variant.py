@@ -49,6 +49,10 @@ class PlannedVariant:
         "buffers",
         "device_stream",
         "float_workspace",
+        # Of bits that no run changes, else 0. No kernel of two segments asks which tiles of a mask
+        # are full, partial or empty.
+        "mask_bits",
+        "page_indices",  # addresses of each segment's on the device; 0: the upload contains them
         "place",
         "plan",
     )
@@ -81,23 +85,29 @@ class PlannedVariant:
         if workspace.float_buffer is not None:
             self.float_workspace = workspace.float_buffer.tensor
             buffers.append(workspace.float_buffer)
+        self.mask_bits = 0
+        self.page_indices = page_indices = []
         masks, largest_pages, alike = [], [], []
         held = []  # what the plan leaves in tensors that callers hold, too
         for options, _, (batch, pages), kv_layout, mask, graph_rows, _, _ in requests:
             masks.append(mask)
             alike.append((options, kv_layout, batch.page_size))
-            largest_page = None
+            address, largest_page = 0, None
             if pages is not None:
                 _, indices, largest_page = pages
                 if indices is not None:
+                    address = indices.data_ptr()
                     buffers.append(Buffer(indices))
                     name = "paged_kv_indices_buf" if graph_rows else "paged_kv_indices"
                     held.append((name, indices, batch.kv_end * indices.itemsize))
+            page_indices.append(address)
             largest_pages.append(-1 if largest_page is None else largest_page)
             if mask is not None:
                 buffers.append(Buffer(mask))
-                if graph_rows:
+                if graph_rows:  # the bits may change on the device after plan()
                     held.append(("custom_mask_buf", mask, batch.mask_bytes))
+                elif len(requests) == 1:
+                    self.mask_bits = mask.data_ptr()
         for buffer in buffers:
             buffer.used_on_current_stream(device_stream)
         self._requests = requests

@@ -266,12 +266,12 @@ class BatchPrefillWrapper(EngineAttributes):
             self._state = before._replace(planned=None, captured=captured)
             ran = () if replaced is None else replaced.variants()
             graph.order_behind_runs(ran, captured.values())
-            graph.reserve(draft.plan.int_bytes)
+            graph.reserve(primary.plan.int_bytes)
             if copy_in is not None:
                 copies = copy_in()
         then = functools.partial(setattr, self, "_state", after)
         runs = (primary, *others.values())
-        pipeline.upload(workspace, runs, request, then=then, copies=copies)
+        pipeline.upload(workspace, runs, then=then, copies=copies)
         if replaced is not None and not replaced.primary.shared:
             before.workspace.give_back(replaced.primary.int_buffer, replaced.primary)
 
@@ -288,7 +288,8 @@ class BatchPrefillWrapper(EngineAttributes):
             where = captured.get(request.options)
             if where is None:
                 workspace = workspace.beside()
-        return draft.backend.place(workspace, draft.plan, request, where)
+        backend, plan = draft
+        return backend.place(workspace, plan, request, where)
 
     def _planned(self) -> Planned:
         planned = self._state.planned
@@ -309,8 +310,8 @@ class BatchPrefillWrapper(EngineAttributes):
             if self._graph is not None and workspace.device_stream.is_capturing():
                 found = self._graph.planned_beside_capture(workspace, draft, request)
             else:
-                found = draft.backend.place(workspace, draft.plan, request)
-                pipeline.upload(workspace, (found,), request)
+                found = self._placed(workspace, draft, request, {})
+                pipeline.upload(workspace, (found,))
             planned.keep(options, found)
         return found
 

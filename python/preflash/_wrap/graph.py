@@ -33,7 +33,7 @@ _RESERVED = 2
 _STREAMS = 3
 
 _INDICES, _LAST_PAGE_LEN = "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
-_MASK = "custom_mask_buf"
+_MASK, _MASK_INDPTR = "custom_mask_buf", "mask_indptr_buf"
 
 
 class GraphBuffers(NamedTuple):
@@ -58,7 +58,7 @@ class GraphBuffers(NamedTuple):
             way_out="CUDA graphs hold its address: construct another wrapper",
         )
         kv_indptr = "kv_indptr_buf" if self.indices is None else "paged_kv_indptr_buf"
-        names = ("qo_indptr_buf", kv_indptr, _INDICES, _LAST_PAGE_LEN, _MASK, "mask_indptr_buf")
+        names = ("qo_indptr_buf", kv_indptr, _INDICES, _LAST_PAGE_LEN, _MASK, _MASK_INDPTR)
         for name, tensor in zip(names, self, strict=True):
             if tensor is not None:
                 held.hold(name, tensor, tensor.data_ptr(), tensor.nbytes)
@@ -68,33 +68,32 @@ class GraphBuffers(NamedTuple):
 def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> GraphBuffers:
     """The buffers among the constructor's arguments, by name."""
     device = workspace.device
-    qo_indptr = _index_buffer("qo_indptr_buf", given, device)
+    qo_indptr = _buffer("qo_indptr_buf", given, device)
     if qo_indptr.numel() == 0:
         raise ValueError("qo_indptr_buf is empty; must have batch_size + 1 elements")
     batch_size = qo_indptr.numel() - 1
     indices = last_page_len = mask_indptr = mask = None
     if _INDICES in given:
-        kv_indptr = _index_buffer("paged_kv_indptr_buf", given, device, batch_size + 1)
-        indices = _index_buffer(_INDICES, given, device)
-        last_page_len = _index_buffer(_LAST_PAGE_LEN, given, device, batch_size)
+        kv_indptr = _buffer("paged_kv_indptr_buf", given, device, numel=batch_size + 1)
+        indices = _buffer(_INDICES, given, device)
+        last_page_len = _buffer(_LAST_PAGE_LEN, given, device, numel=batch_size)
     else:
-        kv_indptr = _index_buffer("kv_indptr_buf", given, device, batch_size + 1)
-    name, alias = given["mask_indptr_buf"], given["qk_indptr_buf"]
+        kv_indptr = _buffer("kv_indptr_buf", given, device, numel=batch_size + 1)
+    name, alias = given[_MASK_INDPTR], given["qk_indptr_buf"]
     if name is not None and alias is not None and name is not alias:
         raise TypeError(
             "mask_indptr_buf and qk_indptr_buf are two spellings of one argument; give one of them"
         )
     if name is not None or alias is not None:
-        mask_indptr = _buffer(
-            "mask_indptr_buf", alias if name is None else name, torch.int32, device
-        )
+        both_names = {_MASK_INDPTR: alias if name is None else name}
+        mask_indptr = _buffer(_MASK_INDPTR, both_names, device)
         if mask_indptr.numel() < batch_size:
             raise ValueError(
                 f"mask_indptr_buf has {mask_indptr.numel()} elements; must have batch_size + 1 = "
                 f"{batch_size + 1}, as qo_indptr_buf has"
             )
     if given[_MASK] is not None:
-        mask = _buffer(_MASK, given[_MASK], torch.uint8, device)
+        mask = _buffer(_MASK, given, device, torch.uint8)
         if mask.data_ptr() % check.ALIGNMENT != 0:
             raise ValueError(
                 f"{_MASK} starts {mask.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
@@ -109,7 +108,14 @@ def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> Graph
     return GraphBuffers(qo_indptr, kv_indptr, indices, last_page_len, mask, mask_indptr)
 
 
-def _buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _buffer(
+    name: str,
+    given: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
+    numel: int | None = None,
+) -> torch.Tensor:
+    value = given[name]
     if value is None:
         raise ValueError(
             f"{name}=None with use_cuda_graph=True: plan() keeps its arrays in buffers of the "
@@ -124,13 +130,6 @@ def _buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> 
             f"{name} has shape {tuple(value.shape)} and strides {tuple(value.stride())}; must be "
             "one-dimensional and contiguous"
         )
-    return value
-
-
-def _index_buffer(
-    name: str, given: dict[str, Any], device: torch.device, numel: int | None = None
-) -> torch.Tensor:
-    value = _buffer(name, given[name], torch.int32, device)
     if numel is not None and value.numel() != numel:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have {numel}: the batch size, which is "
@@ -179,14 +178,13 @@ class GraphMode:
 
     def check_mask(self, batch: _core.Batch) -> None:
         """A plan with a custom mask: there must be room for it."""
-        for name in ("mask", "mask_indptr"):
-            if getattr(self.buffers, name) is None:
-                argument = _MASK if name == "mask" else "mask_indptr_buf"
+        for name, buffer in ((_MASK, self.buffers.mask), (_MASK_INDPTR, self.buffers.mask_indptr)):
+            if buffer is None:
                 raise ValueError(
-                    f"a custom mask needs {argument} with use_cuda_graph=True, which the "
-                    "constructor did not get"
+                    f"a custom mask needs {name} with use_cuda_graph=True, which the constructor "
+                    "did not get"
                 )
-        room = self.buffers.mask.numel()
+        room = self.mask_bytes
         if batch.mask_bytes + OVERREAD > room:
             raise ValueError(
                 f"custom_mask_buf has {room} bytes; this batch's mask has {batch.mask_bytes}, and "
@@ -254,12 +252,13 @@ class GraphMode:
         self, workspace: Workspace, draft: Draft, request: Request
     ) -> PlannedVariant:
         """Uploads at once, while the host waits, what a graph will only find there."""
-        where = place_in(self._take_reserved(draft.plan.int_bytes), workspace)
-        found = draft.backend.place(workspace, draft.plan, request, where)
+        backend, plan = draft
+        where = place_in(self._take_reserved(plan.int_bytes), workspace)
+        found = backend.place(workspace, plan, request, where)
         stream = self._device_stream.stream()
         where.arrive_before(stream)  # waits: from then on nobody uses the reserve
         with torch.cuda.stream(self._stream_beside_captures()):
-            pipeline.upload(workspace, (found,), request)
+            pipeline.upload(workspace, (found,))
         where.arrive_before(stream)
         return found
 
