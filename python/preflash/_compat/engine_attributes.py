@@ -15,7 +15,7 @@ from .. import _core
 from .._check import values as check
 from .._check.calls import PagedPlanArguments
 from .._check.lengths import Lengths
-from .._plan.items import NO_ITEMS
+from .._plan.masks import NO_ITEMS
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
 

@@ -1,8 +1,7 @@
 """From a request to a placed plan.
 
 pipeline    request -> draft -> place -> upload; workspace_size
-masks       custom masks: packed, owned, classified by tile
-items       masks that calls describe in fewer numbers
+masks       custom masks: packed, owned; those that calls describe in fewer numbers
 pages       page tables as lists of pages
 prepass     which plans rotate or dequantise in a pre-pass
 """

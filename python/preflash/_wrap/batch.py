@@ -34,7 +34,7 @@ from .._compat.cudnn_offsets import in_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
-from .._plan import items, masks, pipeline, prepass
+from .._plan import masks, pipeline, prepass
 from .._plan.masks import MaskSource
 from .._plan.pipeline import Draft, new_tuple
 from .._run.variant import PlannedVariant
@@ -155,7 +155,7 @@ class BatchPrefillWrapper(EngineAttributes):
         scales = given.scales
         if a.sm_scale is not None:
             scales = Scales(softmax_scale(a.sm_scale, options), 1.0)
-        of_items = items.NO_ITEMS if a.prefix_len_ptr is None else items.items_of(a)
+        of_items = masks.NO_ITEMS if a.prefix_len_ptr is None else masks.items_of(a)
         return new_tuple(Asked, (request, scales, given, of_items))
 
     @check.eager
@@ -190,24 +190,15 @@ class BatchPrefillWrapper(EngineAttributes):
         _lengths.check_hints(a, request.lengths, request.options, device)
         source = None
         if asked.given.masked:
-            source = self._mask_source(a, request.lengths.batch)
+            source = masks.source_of(a, request.lengths.batch, device)
         else:
-            items.check_alone(a)
+            masks.check_alone(a)
         if self._graph is not None:
             return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
         if source is not None:
             mask = masks.owned_mask(*source, request.lengths.batch, workspace.device_stream)
             asked = asked._replace(request=request._replace(mask=mask))
         return new_tuple(Drafted, (workspace, draft, asked, options, {}, None))
-
-    def _mask_source(self, a: BatchArguments, batch: _core.Batch) -> MaskSource:
-        if a.prefix_len_ptr is not None:
-            mask = items.mask_of(a, batch, self.device)
-        else:
-            items.check_alone(a)
-            mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
-        masks.check_mask_device(mask, self.device)
-        return MaskSource(mask, a.packed_custom_mask is not None)
 
     def _drafted_for_graphs(
         self, drafted: Drafted, mask: MaskSource | None, a: BatchArguments

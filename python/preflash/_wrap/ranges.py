@@ -14,7 +14,7 @@ from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import PagedPlanArguments
 from .._check.names import tells_nearest
-from .._plan.items import written_out
+from .._plan.masks import written_out
 from .options import check_announced
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 

@@ -11,7 +11,7 @@ from .._check.options import BatchOptions
 from .._check.request import Request
 from .._check.scales import Scales
 from .._device.workspace import Workspace
-from .._plan.items import NO_ITEMS, Items
+from .._plan.masks import NO_ITEMS, Items
 from .._plan.pipeline import Draft, HostCopy
 from .._run.variant import PlannedVariant
 
