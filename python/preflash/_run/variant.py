@@ -261,13 +261,12 @@ def _maker(
     if allocate is None:  # an older torch
         return dispatched
     strides = torch.empty(shape, device="meta").stride()
-    transform = torch._C._functorch.peek_interpreter_stack
-    ordinal = ordinal_of(q.device)
-    current = torch._C._cuda_getDevice if q.is_cuda else None
+    tensor, transform = torch.Tensor, torch._C._functorch.peek_interpreter_stack
+    on_cpu, ordinal = q.is_cpu, ordinal_of(q.device)
+    current = None if on_cpu else torch._C._cuda_getDevice
 
     def make(q: torch.Tensor) -> torch.Tensor:
-        plain = type(q) is torch.Tensor and transform() is None
-        if plain and (current is None or current() == ordinal):
+        if type(q) is tensor and transform() is None and (on_cpu or current() == ordinal):
             return allocate(shape, strides, dtype)
         return dispatched(q)
 
