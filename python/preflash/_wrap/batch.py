@@ -224,7 +224,12 @@ class BatchPrefillWrapper(EngineAttributes):
         )
 
     def _draft(self, workspace: Workspace, request: Request) -> Draft:
-        return pipeline.plan(workspace, self._requested_backend.name, request)
+        name, planned = self._requested_backend.name, self._state.planned
+        if name == "auto" and planned is not None:
+            last = planned.primary
+            if last.request.options is request.options:  # which have not to be chosen for again
+                name = last.backend.name
+        return pipeline.plan(workspace, name, request)
 
     def _install(self, drafted: Drafted) -> None:
         """Uploads a plan that has passed every check and makes it the wrapper's."""
