@@ -14,6 +14,9 @@ from .._device.stream import ordinal_of
 from .._device.workspace import Workspace
 from .variant import PlannedVariant
 
+_Segment = tuple[_core.AttentionOptions, _core.Batch]
+_Where = _core.Place | None
+
 
 class KernelBackend:
     """The kernels of one family."""
@@ -34,20 +37,11 @@ class KernelBackend:
         """None, or the sentence that says why it cannot serve the options on this device."""
         return self.refusal(device) or _core.find_error(self._family, options)
 
-    def separates(
-        self,
-        device: torch.device,
-        first: _core.AttentionOptions,
-        second: _core.AttentionOptions,
-    ) -> str | None:
+    def separates(self, device: torch.device, *both: _core.AttentionOptions) -> str | None:
         """None, or the sentence that says why it cannot run both in one launch."""
-        return self.refusal(device) or _core.find_joint_error(self._family, first, second)
+        return self.refusal(device) or _core.find_joint_error(self._family, *both)
 
-    def faster_apart(
-        self,
-        prefill: tuple[_core.AttentionOptions, _core.Batch],
-        decode: tuple[_core.AttentionOptions, _core.Batch],
-    ) -> bool:
+    def faster_apart(self, prefill: _Segment, decode: _Segment) -> bool:
         """Whether one launch for both is expected to take more time than two."""
         return _core.faster_apart(self._family, *prefill, *decode)
 
@@ -74,11 +68,7 @@ class KernelBackend:
         )  # fmt: skip
 
     def place(
-        self,
-        workspace: Workspace,
-        plan: _core.Plan,
-        request: Request,
-        where: _core.Place | None = None,
+        self, workspace: Workspace, plan: _core.Plan, request: Request, where: _Where = None
     ) -> PlannedVariant:
         return PlannedVariant(plan, where, self, (request,), workspace)
 

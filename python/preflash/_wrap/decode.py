@@ -226,8 +226,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         else:
             asked = check.positive("q_len_per_req", q_len_per_req)
         changes = asked != planned
-        unchanged = versions is not None and _versions(made_from) == versions
-        if changes and (self._graph is not None or not unchanged):
+        if changes and (
+            self._graph is not None or versions is None or _versions(made_from) != versions
+        ):
             raise ValueError(
                 f"q_len_per_req={asked} in run(), and plan() had {planned}: plan again"
             )

@@ -44,9 +44,7 @@ class BatchAttention(OverPages):
         """What split keys are merged in."""
         return self._pages._float_workspace_buffer
 
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Does nothing; see BatchPrefillWithPagedKVCacheWrapper."""
-        self._pages.prewarm_paged_kv_stride_variant(variant)
+    prewarm_paged_kv_stride_variant = Pages.prewarm_paged_kv_stride_variant
 
     def plan(
         self,

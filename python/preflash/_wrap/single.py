@@ -48,10 +48,6 @@ class _Cache(threading.local):
         self.last: tuple[tuple | None, _Planned | None] = (None, None)  # of plans
         self.workspaces: dict[torch.device, Workspace] = {}
 
-    def clear(self) -> None:
-        self.plans.clear()
-        self.last = (None, None)
-
 
 _cache = _Cache()
 _captured: list[_Planned] = []  # what CUDA graphs replay; nobody tells when they are gone

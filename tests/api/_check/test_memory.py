@@ -254,14 +254,14 @@ def test_run(target, kind, name, seen):
 
 @pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_single(target, kind, name, seen):
+def test_single(target, kind, name, seen, monkeypatch):
     spoil = BAD[kind][0]
     arguments = {
         "q": target.to(torch.ones(5, 4, 64).half()),
         "k": target.to(torch.ones(9, 2, 64).half()),
         "v": target.to(torch.ones(9, 2, 64).half()),
     }
-    single._cache.clear()
+    monkeypatch.setattr(single, "_cache", single._Cache())
     if seen == "cached":
         preflash.single_prefill_with_kv_cache(**arguments, backend=target.backend)
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
