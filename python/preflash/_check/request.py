@@ -25,12 +25,6 @@ class Request(NamedTuple):
     q_given: torch.dtype | None = None
 
     @property
-    def mask_bits(self) -> int:
-        """The address of mask bits that no run changes, else 0: the bits in a graph's buffer may
-        change on the device after plan()."""
-        return 0 if self.mask is None or self.graph_rows else self.mask.data_ptr()
-
-    @property
     def qo_tokens(self) -> int:
         """At least; the q of a run may have more."""
         batch = self.lengths.batch
