@@ -18,7 +18,7 @@ from .._check.request import Request
 from .._check.scales import Scales
 from .._device.backends import Backend
 from .._device.buffers import Buffer
-from .._device.stream import DeviceStream, ordinal_of
+from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
 
 _NO_HEADS = PerHead()
@@ -241,36 +241,18 @@ def _bound_to(context: _Context, *given: Any) -> list[tuple]:
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
             strides, v_offset = _tensors.bind(q, run.kv, outputs, request)
         out_shape = (q.shape[0], options.num_qo_heads, options.head_dim_vo)
-        make_out = _maker(out_shape, check.TORCH_DTYPES[options.o_dtype], q)
+        out_dtype = check.TORCH_DTYPES[options.o_dtype]
+        make_out = torch.empty_like
+        if not (q.is_contiguous() and tuple(q.shape) == out_shape and q.dtype == out_dtype):
+            make_out = _maker(out_shape, out_dtype)
         lse_shape = _tensors.lse_shape(outputs.lse_layout, q.shape[0], request)
-        make_lse = _maker(lse_shape, torch.float32, q)
+        make_lse = _maker(lse_shape, torch.float32)
         found.append((strides, v_offset, make_out, make_lse))
     return found
 
 
-def _maker(
-    shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of outputs for any q like this one."""
-    like_q = q.is_contiguous() and tuple(q.shape) == shape and q.dtype == dtype
-    new_empty = functools.partial(torch.Tensor.new_empty, size=shape, dtype=dtype)
-    dispatched = torch.empty_like if like_q else new_empty
-    # What compiled graphs call: half the time, because it goes past the dispatcher, and with it
-    # past subclasses and torch.func. It allocates on the current device.
-    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{q.device.type}", None)
-    if allocate is None:  # an older torch
-        return dispatched
-    strides = torch.empty(shape, device="meta").stride()
-    tensor, transform = torch.Tensor, torch._C._functorch.peek_interpreter_stack
-    on_cpu, ordinal = q.is_cpu, ordinal_of(q.device)
-    current = None if on_cpu else torch._C._cuda_getDevice
-
-    def make(q: torch.Tensor) -> torch.Tensor:
-        if type(q) is tensor and transform() is None and (on_cpu or current() == ordinal):
-            return allocate(shape, strides, dtype)
-        return dispatched(q)
-
-    return make
+def _maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(torch.Tensor.new_empty, size=shape, dtype=dtype)
 
 
 @check.eager

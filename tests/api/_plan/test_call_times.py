@@ -115,7 +115,7 @@ def test_run_takes_few_steps():
     plain = interpreter_steps(lambda: wrapper.run(q, cache))
     wrapper.run(q, cache, out=out)
     into = interpreter_steps(lambda: wrapper.run(q, cache, out=out))
-    # Counted on Python 3.11, where torch lets C++ read its tensors: 105 and 115; else about 300.
+    # Counted on Python 3.11: 83 and 115, where torch lets C++ read its tensors; else about 300.
     # Others count their bytecodes otherwise.
     most = 200 if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else 600
     assert 50 < plain < most
