@@ -31,7 +31,7 @@ Conversion conversion(const SegmentProblem& problem, const ForwardKernel& conver
   // Up to head_dim 128 and above 256 dequantising to float16 is the work of warps of their own. TMA
   // brings their rows, unless a page is no multiple of 8.
   const bool gathered = problem.paged() && problem.page_size % 8 != 0;
-  if (head_dim > 256) return {(gathered ? 0.25 : 0.18) * rows, 460};
+  if (head_dim > 256) return {(gathered ? 0.25 : 0.175) * rows, 1160};
   if (head_dim > 128) return {0.60 * rows};
   if (head_dim <= 64) return {0.065, 1500};
   return {gathered ? 0.080 : 0.045, 2500};

@@ -70,3 +70,19 @@ def test_the_policy_comes_first():
     never, always = _core.Prepass.never, _core.Prepass.always
     assert not prefers([16384], [16384], prepass=never, **ROPE)
     assert prefers([1], [1], prepass=always, disable_split_kv=True, **ROPE)
+
+
+WIDE = {"family": "sm90", "head_dim_qk": 512, "head_dim_vo": 512}
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "options", "pays"),
+    [
+        ([1024] * 8, [1024] * 8, {"num_qo_heads": 16, "num_kv_heads": 16, "causal": True}, True),
+        ([256] * 8, [8192] * 8, {"num_qo_heads": 16, "num_kv_heads": 4, "page_size": 16}, True),
+        ([128] * 8, [8192] * 8, {"num_qo_heads": 16, "num_kv_heads": 4, "page_size": 16}, False),
+    ],
+)
+def test_what_is_faster_at_512(qo_lens, kv_lens, options, pays):
+    """bf16 over e4m3 as measured: docs/dev/experiments/head-dim-512.md."""
+    assert prefers(qo_lens, kv_lens, **FP8, **WIDE, **options) == pays
