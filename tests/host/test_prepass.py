@@ -79,8 +79,8 @@ WIDE = {"family": "sm90", "head_dim_qk": 512, "head_dim_vo": 512}
     ("qo_lens", "kv_lens", "options", "pays"),
     [
         ([1024] * 8, [1024] * 8, {"num_qo_heads": 16, "num_kv_heads": 16, "causal": True}, True),
-        ([256] * 8, [8192] * 8, {"num_qo_heads": 16, "num_kv_heads": 4, "page_size": 16}, True),
-        ([128] * 8, [8192] * 8, {"num_qo_heads": 16, "num_kv_heads": 4, "page_size": 16}, False),
+        ([256] * 8, [8192] * 8, {"num_qo_heads": 16, "num_kv_heads": 4}, True),
+        ([128] * 8, [8192] * 8, {"num_qo_heads": 16, "num_kv_heads": 4}, False),
     ],
 )
 def test_what_is_faster_at_512(qo_lens, kv_lens, options, pays):
