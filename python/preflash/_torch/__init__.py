@@ -1,1 +1,4 @@
-"""torch.ops.preflash.*: the operators that torch.compile, make_fx and torch.export record."""
+"""torch.ops.preflash.*: the operators that torch.compile, make_fx and torch.export record.
+
+operators   their schemas, implementations and fake implementations
+"""

@@ -12,12 +12,9 @@ padded and packed batches reach the host once per forward pass, when transformer
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +23,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from . import _requests
+from ._requests import Requests
 
 NAME = "preflash"
 _WORKSPACE_BYTES = 128 << 20
@@ -71,113 +70,6 @@ def _name_needs_no_hub() -> None:
     PreTrainedModel._check_and_adjust_attn_implementation = check_and_adjust
 
 
-# Padded, packed and densely masked sequences as requests over query rows and key slots.
-
-
-@dataclass(frozen=True)
-class _Requests:
-    """The requests of one batch, in the order of the query rows, all of which they cover.
-
-    Request i has qo_lens[i] query rows and key slots spans[i] = (sequence, begin, end); its last
-    query is at slot end - 1. A run of padding is a request without keys.
-    """
-
-    qo_lens: tuple[int, ...]
-    spans: tuple[tuple[int, int, int], ...]
-    mask: torch.Tensor | None = None  # bool, of all requests one after the other; replaces bounds
-
-    def __eq__(self, other: object) -> bool:
-        """Whether a plan of one serves the other."""
-        if not isinstance(other, _Requests) or self.mask is not other.mask:
-            return False
-        return (self.qo_lens, self.spans) == (other.qo_lens, other.spans)
-
-    @functools.cached_property
-    def kv_indptr(self) -> list[int] | None:
-        """Where the keys of one sequence follow each other in order; else None."""
-        filled = [(begin, end) for _, begin, end in self.spans if end > begin]
-        if any(sequence for sequence, _, _ in self.spans):
-            return None
-        if any(a[1] != b[0] for a, b in itertools.pairwise(filled)):
-            return None
-        indptr = [filled[0][0] if filled else 0]
-        for _, begin, end in self.spans:
-            indptr.append(indptr[-1] + end - begin)
-        return indptr
-
-    @functools.cached_property
-    def slots(self) -> int:
-        """Which the keys of a sequence have at least."""
-        return max((end for _, _, end in self.spans), default=0)
-
-    @functools.cached_property
-    def at_first_slot(self) -> bool:
-        """Whether the keys of every request begin at slot 0 of their sequence."""
-        return all(begin == 0 for _, begin, end in self.spans if end)
-
-
-@functools.lru_cache(maxsize=16)
-def _even(batch: int, qo_len: int, kv_len: int) -> _Requests:
-    """Sequences of one length, whose keys begin at slot 0."""
-    return _Requests((qo_len,) * batch, tuple((i, 0, kv_len) for i in range(batch)))
-
-
-def _of_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, rows: int) -> _Requests:
-    """Packed sequences, and rows of padding behind them."""
-    qo_ends, kv_ends = torch.stack((qo_indptr, kv_indptr)).tolist()  # one wait for both
-    qo_lens = [end - begin for begin, end in itertools.pairwise(qo_ends)]
-    spans = [(0, begin, end) for begin, end in itertools.pairwise(kv_ends)]
-    if rows > qo_ends[-1]:
-        qo_lens.append(rows - qo_ends[-1])
-        spans.append((0, 0, 0))
-    return _Requests(tuple(qo_lens), tuple(spans))
-
-
-def _of_ids(ids: torch.Tensor, qo_len: int, causal: bool) -> _Requests | None:
-    """Padded or packed sequences; None for a sequence with holes.
-
-    ids: [batch, slots] on the CPU, bool or int. 0 is padding. Slots of one number are one sequence.
-    With causal, or where there are several sequences in a row, the queries are the last slots.
-    """
-    if ids.dtype == torch.bool and ids.all():
-        return _even(len(ids), qo_len, ids.shape[1])
-    ids = ids.int()
-    starts = (torch.nn.functional.pad(ids, (1, 0), value=-1).diff() != 0).nonzero()
-    numbers = ids[tuple(starts.t())].tolist()
-    runs = [[] for _ in ids]  # (number, begin, end) of each row
-    for (i, begin), number, (j, end) in zip(
-        starts.tolist(), numbers, [*starts[1:].tolist(), (-1, 0)], strict=True
-    ):
-        runs[i].append((number, begin, end if i == j else ids.shape[1]))
-    qo_lens, spans, first = [], [], ids.shape[1] - qo_len
-    for i, row in enumerate(runs):
-        filled = [number for number, _, _ in row if number]
-        if len(set(filled)) < len(filled):
-            return None
-        if not causal and len(filled) <= 1:  # every query sees it
-            qo_lens.append(qo_len)
-            spans.append(next(((i, begin, end) for n, begin, end in row if n), (i, 0, 0)))
-            continue
-        for number, begin, end in row:
-            if end > first:
-                qo_lens.append(end - max(begin, first))
-                spans.append((i, begin, end) if number else (i, 0, 0))
-    return _Requests(tuple(qo_lens), tuple(spans))
-
-
-def _of_dense(mask: torch.Tensor, batch: int) -> _Requests:
-    """Any mask: bool [batch or 1, 1, queries, keys], True where a query sees a key."""
-    if mask.shape[1] != 1:
-        raise NotImplementedError(
-            f"attention_mask is {tuple(mask.shape)}: one mask for each head is not served; "
-            "it must be [batch, 1, queries, keys]"
-        )
-    qo_len, kv_len = mask.shape[2:]
-    mask = mask.expand(batch, -1, -1, -1).reshape(-1)
-    spans = tuple((i, 0, kv_len) for i in range(batch))
-    return _Requests((qo_len,) * batch, spans, mask)
-
-
 # Masks.
 
 
@@ -186,7 +78,7 @@ class _Bounds(NamedTuple):
 
     causal: bool
     window: int | None = None  # tokens, the query's own among them
-    requests: _Requests | None = None  # None: by the numbers in the mask
+    requests: Requests | None = None  # None: by the numbers in the mask
 
 
 class _Mask(torch.Tensor):
@@ -233,12 +125,12 @@ def attention_mask(
             slots = min(slots, int(q_offset) + q_length - kv_offset)
         if attention_mask is None:
             seen = torch.ones(batch_size, slots, dtype=torch.bool, device=device)
-            requests = _even(batch_size, q_length, slots)
+            requests = _requests.even(batch_size, q_length, slots)
         else:
             seen = attention_mask[:, kv_offset : kv_offset + slots].bool()
             seen = torch.nn.functional.pad(seen, (0, slots - seen.shape[1]))
-            requests = _of_ids(seen.cpu(), q_length, causal)
-        plain = window is None and requests == _even(batch_size, q_length, kv_length)
+            requests = _requests.of_ids(seen.cpu(), q_length, causal)
+        plain = window is None and requests == _requests.even(batch_size, q_length, kv_length)
         if plain and (causal or getattr(config, "is_causal", None) is not False):
             return None  # as the attention module says
         if requests is not None:
@@ -248,7 +140,7 @@ def attention_mask(
         kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
         **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
     )  # fmt: skip
-    return _Mask.of(mask, _Bounds(False, None, _of_dense(mask, batch_size)))
+    return _Mask.of(mask, _Bounds(False, None, _requests.of_dense(mask, batch_size)))
 
 
 def _facts(mask_function: Callable) -> dict[str, Any]:
@@ -331,9 +223,9 @@ def attention(
     qo_indptr, kv_indptr = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if qo_indptr is not None and (attention_mask is None or attention_mask.dim() == 2):
         ends = (qo_indptr, qo_indptr if kv_indptr is None else kv_indptr)
-        requests = _read_once(module, ends, _of_lengths, batch * qo_len)
+        requests = _read_once(module, ends, _requests.of_lengths, batch * qo_len)
     elif attention_mask is None:
-        requests = _even(batch, qo_len, key.shape[2])
+        requests = _requests.even(batch, qo_len, key.shape[2])
     elif requests is None:
         requests = _read_once(module, (attention_mask,), _of_mask, batch, qo_len, causal)
     if requests.mask is not None:
@@ -357,7 +249,7 @@ def attention(
 
 def _read_once(
     module: torch.nn.Module, tensors: tuple[torch.Tensor, ...], read: Callable, *args: Any
-) -> _Requests:
+) -> Requests:
     """read(*tensors, *args), which waits for the GPU, in the first layer of a forward pass. The
     last tensor keeps it for the others. Inference tensors do not count what is written to them, so
     that a layer no later than the last one begins another forward pass."""
@@ -372,10 +264,10 @@ def _read_once(
     return requests
 
 
-def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> _Requests:
+def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> Requests:
     """Of numbers of sequences, or of a mask that attention_mask() did not make."""
     if mask.dim() == 2:
-        requests = _of_ids(mask.cpu(), qo_len, causal)
+        requests = _requests.of_ids(mask.cpu(), qo_len, causal)
         if requests is None:
             raise NotImplementedError(
                 "attention_mask has padding inside a sequence; give a 4-D bool mask"
@@ -388,7 +280,7 @@ def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> _Requ
         if not (seen | (mask <= torch.finfo(torch.float16).min)).all():
             raise NotImplementedError("attention_mask adds a bias; only 0 and -inf are served")
         mask = seen
-    return _of_dense(mask.bool(), batch)
+    return _requests.of_dense(mask.bool(), batch)
 
 
 class _Forms(threading.local):
@@ -396,12 +288,12 @@ class _Forms(threading.local):
 
     def __init__(self) -> None:
         self._workspaces: dict[Any, torch.Tensor] = {}
-        self._planned: dict[Any, tuple[Any, Any, _Requests]] = {}
+        self._planned: dict[Any, tuple[Any, Any, Requests]] = {}
         self.plans = 0
 
     def run(
         self,
-        requests: _Requests,
+        requests: Requests,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -445,7 +337,7 @@ class _Forms(threading.local):
 _forms = _Forms()
 
 
-def _arrays(requests: _Requests, table: tuple[int, int] | None) -> list[torch.Tensor]:
+def _arrays(requests: Requests, table: tuple[int, int] | None) -> list[torch.Tensor]:
     """Of plan(). table: the page size, and the pages from one sequence to the next; None without
     pages."""
     qo_indptr = _indptr(requests.qo_lens)
