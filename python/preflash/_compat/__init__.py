@@ -2,8 +2,8 @@
 
 patch               patch_flashinfer(): our functions in an installed flashinfer
 signatures          positional orders of later flashinfer releases; signatures that editors see
-engine_attributes   attributes with an underscore that engines read, and
-                    wrapper._cached_module.plan(), which SGLang calls
+engine_attributes   attributes with an underscore that engines read
+plan_module         wrapper._cached_module.plan(), which SGLang calls
 sink_variant        jit_args of flashinfer's variant with attention sinks
 cudnn_offsets       plan() of backend="cudnn" with offsets in elements
 """

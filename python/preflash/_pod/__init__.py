@@ -1,5 +1,6 @@
 """Prefill and decode in one launch (POD-Attention, arXiv 2410.18038).
 
+batch   the wrapper of prefills beside decode requests; preflash.pod has that of one prefill
 joint   plans of two batches, in one launch or one after the other, and what both public wrappers
         have
 """
