@@ -6,91 +6,17 @@ import math
 import sys
 import types
 
-import preflash
 import pytest
 import torch
+from cudnn_calls import LENGTHS, arguments, call, check, cumulated, make_case, rows_of
 from fake_cudnn import FakeCudnn, install
 from fuzz import cudnn_problems, cudnn_trial
 from fuzz.random_cases import Limits
 from preflash._cudnn import execution
 from preflash._cudnn import graph as _graph
-from preflash.testing import Case, MaskKind, build, compare, poison, reference, runner
+from preflash.testing import build, compare, poison, reference, runner
 
-LENGTHS = {
-    "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),
-    "empty": ((3, 0, 7, 4, 0), (9, 8, 0, 21, 0)),
-    "more_queries": ((40, 5, 9), (9, 2, 9)),
-    "one": ((33,), (70,)),
-    "decode": ((1, 1, 1), (9, 80, 1)),
-}
 RAGGED_DIMS = [(128, 128), (192, 128)]
-
-
-def make_case(lengths="odd", *, dims=(128, 128), page_size=0, causal=True, dtype=torch.bfloat16):
-    qo_lens, kv_lens = LENGTHS[lengths]
-    return Case(
-        lengths, qo_lens, kv_lens, 6, 2, dims[0], dims[1], dtype, page_size,
-        layout="HND" if page_size else "NHD", mask=MaskKind.CAUSAL if causal else MaskKind.NONE,
-        sm_scale=0.11,
-    )  # fmt: skip
-
-
-def cumulated(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def arguments(inputs, units="elements", device="cpu"):
-    """Keyword arguments of the call for what `inputs` hold."""
-    case = inputs.case
-    qo_at, kv_at = cumulated(case.qo_lens).to(device), cumulated(case.kv_lens).to(device)
-    in_tokens = units == "tokens"
-    heads, kv_heads = case.num_qo_heads, case.num_kv_heads
-
-    def offsets(at, *widths):
-        return at if in_tokens else at * math.prod(widths)
-
-    found = {
-        "q": inputs.q,
-        "k_cache": inputs.k,
-        "v_cache": inputs.v,
-        "scale": case.scale,
-        "workspace_buffer": torch.empty(1 << 22, dtype=torch.uint8, device=inputs.q.device),
-        "max_token_per_sequence": max(case.qo_lens),
-        "max_sequence_kv": max(case.kv_lens),
-        "actual_seq_lens_q": torch.tensor(case.qo_lens, dtype=torch.int32, device=device),
-        "actual_seq_lens_kv": torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
-        "causal": case.mask is MaskKind.CAUSAL,
-        "return_lse": True,
-        "batch_offsets_q": offsets(qo_at, heads, case.head_dim),
-        "batch_offsets_o": offsets(qo_at, heads, case.dim_vo),
-        "batch_offsets_units": units,
-    }
-    if case.page_size:
-        pages = [-(-n // case.page_size) for n in case.kv_lens]
-        table = torch.full((case.batch_size, max(pages) + 2), -7, dtype=torch.int32)
-        for request, row in enumerate(inputs.page_table):
-            table[request, : len(row)] = torch.tensor(row)
-        found["block_tables"] = table.to(device)
-    else:
-        found["batch_offsets_k"] = offsets(kv_at, kv_heads, case.head_dim)
-        found["batch_offsets_v"] = offsets(kv_at, kv_heads, case.dim_vo)
-    return found
-
-
-def rows_of(case, lse):
-    """[batch, longest, heads] as [rows, heads], and that the rest is -inf."""
-    for request, length in enumerate(case.qo_lens):
-        assert (lse[request, length:] == -math.inf).all()
-    return torch.cat([lse[request, :n] for request, n in enumerate(case.qo_lens)])
-
-
-def check(inputs, out, lse):
-    expected = reference(inputs)
-    rows = expected.out.shape[0]
-    compare(out[:rows], lse, expected).check()
-
-
-call = preflash.cudnn_batch_prefill_with_kv_cache
 
 
 @pytest.fixture
