@@ -345,6 +345,7 @@ DECODE = {"tile_class": "decode"}
 E4M3 = {"kv_dtype": "float8_e4m3fn"}
 ALL_E4M3 = E4M3 | {"q_dtype": "float8_e4m3fn"}
 D64, D96, D256, D512 = ({"head_dim_qk": d, "head_dim_vo": d} for d in (64, 96, 256, 512))
+MLA = {"head_dim_qk": 192, "head_dim_vo": 128}
 
 
 @pytest.mark.parametrize(
@@ -385,6 +386,9 @@ def test_two_options_are_served_at_run_time(family, changes, kernel):
         ({"family": "sm90"} | E4M3 | CAP, "sm90_f16_d128_softcap_alibi_converted"),
         ({"family": "sm90"} | E4M3 | ALIBI | D256, "sm90_f16_d256_softcap_alibi_converted"),
         ({"family": "sm90"} | E4M3 | CUSTOM, "sm90_f16_d128_softcap_alibi_custom_converted"),
+        # No tall tiles of 192x128 convert on load: those of 256 serve it.
+        ({"family": "sm90"} | E4M3 | MLA, "sm90_f16_d256_converted"),
+        ({"family": "sm90"} | E4M3 | MLA | DECODE, "sm90_f16_d192x128_decode_converted"),
         (
             {"family": "sm90", "position": "rope"} | CUSTOM | DECODE,
             "sm90_f16_d128_softcap_alibi_custom_converted",

@@ -14,7 +14,7 @@
 // have no room for them.
 #pragma once
 
-#include "kernels/sm90/sliced_operands.cuh"
+#include "kernels/sm90/paired_operands.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/whole_operands.cuh"
 
@@ -96,8 +96,10 @@ struct EightBitOperands : WholeOperands<Traits> {
 };
 
 template <class Traits>
-using OperandsOf = conditional_t<
-    Traits::kSliced, SlicedOperands<Traits>,
-    conditional_t<Traits::kTransposesV, EightBitOperands<Traits>, WholeOperands<Traits>>>;
+using OperandsOf =
+    conditional_t<(Traits::kParts > 1), PairedOperands<Traits>,
+                  conditional_t<Traits::kSliced, SlicedOperands<Traits>,
+                                conditional_t<Traits::kTransposesV, EightBitOperands<Traits>,
+                                              WholeOperands<Traits>>>>;
 
 }  // namespace preflash::sm90

@@ -9,12 +9,11 @@
 
 namespace preflash::sm90 {
 
-// How the lanes of a warp share the rows of K that they rotate.
+// How the lanes of a warp share the rows of a tile or slice of K that they rotate.
 template <class Traits>
 struct RotaryLanes {
-  static constexpr int kUnits = Traits::kPairs / kLanePairs;  // of one row
-  static constexpr int kPerRow = std::min(32, kUnits & -kUnits);
-  static constexpr int kTurns = kUnits / kPerRow;  // of a lane, for one row
+  static constexpr int kPerRow =
+      std::min(Traits::kHeadQk, Traits::kSliceColumns) / (2 * kLanePairs);
   static constexpr int kRowsAtOnce = 32 / kPerRow;
 };
 
@@ -30,95 +29,52 @@ CUTE_DEVICE void fill_rotary_tables(const RotaryFrequencies& frequencies,
   }
 }
 
-// One warp's rows of a tile of K or V, from the raw ring to the tile. As the compiler moves no load
-// before an earlier store, a method reads as much as it can hold before it writes.
-template <class Traits>
-struct RowConversion {
-  static constexpr DType kTo = Traits::kVariant.kv_dtype;
-  static constexpr int kWarpKeys = Traits::kTileN / Traits::kProducerWarps;
-
-  const unsigned char* raw;  // [tile n, compiled head_dim] as stored
-  int first_row;             // of the warp
-
-  // A lane's share of rows of 8 bits: 8 neighbouring elements a unit, 8 lanes a block of columns.
-  static constexpr int kUnitRows = 4;
-  static constexpr int kPasses = kWarpKeys / kUnitRows;
-  static_assert(kWarpKeys % kUnitRows == 0);
-  template <int kHead>
-  using Units = uint2[kPasses][kHead / 64];
-
-  template <int kHead>
-  CUTE_DEVICE void read(Units<kHead>& units) const {
-    const unsigned char* lane = raw + (first_row + lane_id() / 8) * kHead + lane_id() % 8 * 8;
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      CUTE_UNROLL
-      for (int block = 0; block < kHead / 64; ++block) {
-        units[pass][block] =
-            *reinterpret_cast<const uint2*>(lane + pass * kUnitRows * kHead + block * 64);
-      }
-    }
-  }
-  template <DType kFrom, int kHead>
-  CUTE_DEVICE void write(const Units<kHead>& units, unsigned char* tile) const {
-    CUTE_UNROLL
-    for (int pass = 0; pass < kPasses; ++pass) {
-      int row = first_row + pass * kUnitRows + lane_id() / 8;
-      unsigned char* target = tile + swizzled<Traits::kTileN>(row, lane_id() % 8 * 8);
-      CUTE_UNROLL
-      for (int block = 0; block < kHead / 64; ++block) {
-        *reinterpret_cast<uint4*>(target + block * Traits::kTileN * kBlockRowBytes) =
-            widen<kFrom, kTo>(units[pass][block]);
-      }
-    }
-  }
-
-  // first_key: of the tile. A lane's angles at its first row come from the position.
-  template <DType kFrom>
-  CUTE_DEVICE void rotate(SharedStorage<Traits>& smem, int first_key, int head_dim,
-                          unsigned char* tile) const {
-    using Lanes = RotaryLanes<Traits>;
-    constexpr int kPasses = kWarpKeys / Lanes::kRowsAtOnce;
-    constexpr int kBatch = kPasses % 4 == 0 ? 4 : 3;  // rows of a lane in flight
-    constexpr int kRowBytes = Traits::kHeadQk * size_of(kFrom);
-    static_assert(kWarpKeys % Lanes::kRowsAtOnce == 0 && kPasses % kBatch == 0);
-    static_assert(kWarpKeys % 8 == 0 || (kWarpKeys % 4 == 0 && Lanes::kRowsAtOnce == 1));
-    using Stored = FourStored<kFrom>;
-    int lane_row = first_row + lane_id() / Lanes::kPerRow;
+// Rotates a warp's rows of a raw tile of K, which becomes the tile: element by element both have
+// the same place, but for the bytes of an element. first_key: of the tile. A lane's angles at its
+// first row come from the position. Calls read() when nothing is to be read any more.
+template <class Traits, DType kFrom>
+CUTE_DEVICE void rotate_rows(SharedStorage<Traits>& smem, int first_key, int head_dim,
+                             unsigned char* raw, unsigned char* tile, const auto& read) {
+  using Lanes = RotaryLanes<Traits>;
+  using Stored = FourStored<kFrom>;
+  constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  constexpr int kBatch = 4;  // rows of a lane in flight
+  constexpr int kBatchRows = kBatch * Lanes::kRowsAtOnce;
+  static_assert(kBatchRows % 8 == 0 && kWarpKeys % kBatchRows == 0);
+  const int unit = lane_id() % Lanes::kPerRow;
+  const int row = threadIdx.x / 32 % kWarpgroupWarps * kWarpKeys + lane_id() / Lanes::kPerRow;
+  const PairColumns columns = PairColumns::of(unit, head_dim);
+  auto source = [&](int column) {
+    return SwizzledColumn<Traits::kTileN>(raw, row, column * size_of(kFrom) / 2);
+  };
+  auto target = [&](int column) { return SwizzledColumn<Traits::kTileN>(tile, row, column); };
+  SwizzledColumn low_source = source(columns.low), high_source = source(columns.high);
+  SwizzledColumn low_target = target(columns.low), high_target = target(columns.high);
+  SteppedAngles angles(LaneAngles::at<fast_rotation_by>(
+                           first_key + row, smem.rotary().frequency + unit * kLanePairs),
+                       smem.rotary().row_step + unit * kLanePairs);
 #pragma unroll 1
-    for (int turn = 0; turn < Lanes::kTurns; ++turn) {
-      int unit = turn * Lanes::kPerRow + lane_id() % Lanes::kPerRow;
-      PairColumns columns = PairColumns::of(unit, head_dim);
-      const unsigned char* source = raw + lane_row * kRowBytes;
-      const unsigned char* low_source = source + columns.low * size_of(kFrom);
-      const unsigned char* high_source = source + columns.high * size_of(kFrom);
-      SwizzledColumn<Traits::kTileN> low_target(tile, lane_row, columns.low);
-      SwizzledColumn<Traits::kTileN> high_target(tile, lane_row, columns.high);
-      SteppedAngles angles(LaneAngles::at<fast_rotation_by>(
-                               first_key + lane_row, smem.rotary().frequency + unit * kLanePairs),
-                           smem.rotary().row_step + unit * kLanePairs);
-      CUTE_UNROLL
-      for (int batch = 0; batch < kPasses; batch += kBatch) {
-        Stored low[kBatch], high[kBatch];
-        CUTE_UNROLL
-        for (int i = 0; i < kBatch; ++i) {
-          int offset = (batch + i) * Lanes::kRowsAtOnce;
-          low[i] = *reinterpret_cast<const Stored*>(low_source + offset * kRowBytes);
-          high[i] = *reinterpret_cast<const Stored*>(high_source + offset * kRowBytes);
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < kBatch; ++i) {
-          int offset = (batch + i) * Lanes::kRowsAtOnce;
-          FourFloats low_floats = FourFloats::of<kFrom>(low[i]);
-          FourFloats high_floats = FourFloats::of<kFrom>(high[i]);
-          angles.now.rotate(low_floats, high_floats);
-          low_floats.store<kTo>(low_target.at(offset));
-          high_floats.store<kTo>(high_target.at(offset));
-          if (batch + i + 1 < kPasses) angles.advance();
-        }
-      }
+  for (int first = 0; first < kWarpKeys; first += kBatchRows) {
+    Stored low[kBatch], high[kBatch];
+    CUTE_UNROLL
+    for (int i = 0; i < kBatch; ++i) {
+      low[i] = *reinterpret_cast<const Stored*>(low_source.at(i * Lanes::kRowsAtOnce));
+      high[i] = *reinterpret_cast<const Stored*>(high_source.at(i * Lanes::kRowsAtOnce));
+    }
+    if (first + kBatchRows == kWarpKeys) read();
+    CUTE_UNROLL
+    for (int i = 0; i < kBatch; ++i) {
+      FourFloats low_floats = FourFloats::of<kFrom>(low[i]);
+      FourFloats high_floats = FourFloats::of<kFrom>(high[i]);
+      angles.now.rotate(low_floats, high_floats);
+      low_floats.store<Traits::kVariant.kv_dtype>(low_target.at(i * Lanes::kRowsAtOnce));
+      high_floats.store<Traits::kVariant.kv_dtype>(high_target.at(i * Lanes::kRowsAtOnce));
+      angles.advance();
+    }
+    for (auto* column : {&low_source, &high_source, &low_target, &high_target}) {
+      column->block += kBatchRows * kBlockRowBytes;
     }
   }
-};
+}
 
 }  // namespace preflash::sm90

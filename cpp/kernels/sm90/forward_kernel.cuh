@@ -9,25 +9,17 @@
 
 namespace preflash::sm90 {
 
-// Warps that convert K and V, if any do.
-template <class Traits>
-CUTE_DEVICE int converting_warps(const HopperSegment& segment) {
-  return Traits::kSliced || only_widens<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
-}
-
 template <class Traits>
 CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Traits>& smem,
                                bool gather) {
   auto& barriers = smem.barriers;
   // Arrivals that announce what is loaded, and what is converted: one lane of each warp.
   const int loads = gather ? kWarpgroupWarps : 1;
-  const int producers = Traits::kConverts ? converting_warps<Traits>(segment) : loads;
+  const int producers = Traits::kConverts ? kWarpgroupWarps : loads;
   const int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
-  const bool two_steps = Traits::kTransposesV || only_widens<Traits>(segment);
-  const int first_warps = gather ? kWarpgroupWarps : kLoaders<Traits>;
-  int loading_warps = two_steps           ? first_warps + kWarpgroupWarps
-                      : Traits::kConverts ? producers
-                                          : first_warps;
+  const bool two_steps = Traits::kTransposesV || loads_raw<Traits>(segment);
+  const int loading_warps =
+      (gather ? kWarpgroupWarps : kLoaders<Traits>)+(two_steps ? kWarpgroupWarps : 0);
   constexpr int kConsumers = Traits::kConsumerWarps;
   barriers.q.init(1, kConsumers);
   barriers.k.init(producers, kConsumers);
@@ -39,7 +31,7 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   }
   if constexpr (Traits::kSliced) {
     smem.slice.ring.init(producers, kConsumers);
-    smem.slice.p.init(1, 1);
+    if constexpr (Traits::kParts > 1) smem.slice.pair.p.init(1, 1);
   }
   if constexpr (Traits::kHasMaskBits) smem.kept.ring.init(1, kConsumers + loading_warps);
   cutlass::arch::fence_barrier_init();
@@ -82,33 +74,14 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
 
   int warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup < Traits::kProducers) {
-    if constexpr (Traits::kLoadsRawTiles) {
-      if (only_widens<Traits>(params.segments[0])) {
-        constexpr int kLoaderRegisters = Traits::kProducerRegisters == 32 ? 24 : 32;
-        if (warpgroup == 0) {
-          cutlass::arch::warpgroup_reg_dealloc<kLoaderRegisters>();
-          return produce(params, smem, begin, end, gather);
-        }
-        cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - kLoaderRegisters>();
-        return widen_raw_tiles(params.segments[0], smem);
-      }
+    if constexpr (Traits::kConverts) {
+      return produce_converted(params, smem, begin, end, gather, warpgroup);
     }
-    if constexpr (Traits::kConverts && Traits::kSliced) {
-      // With RoPE one warpgroup converts, and the other one leaves its registers to it.
-      constexpr int kIdleRegisters = 24;
-      if (warpgroup > 0) return cutlass::arch::warpgroup_reg_dealloc<kIdleRegisters>();
-      cutlass::arch::warpgroup_reg_dealloc<2 * Traits::kProducerRegisters - kIdleRegisters>();
-    } else {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    }
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kTransposesV) {
       if (warpgroup == 1) return transpose_values(smem);
     }
-    if constexpr (Traits::kConverts) {
-      produce_together<Traits, ConvertingLoader<Traits>>(params, smem, begin, end);
-    } else {
-      produce(params, smem, begin, end, gather);
-    }
+    produce(params, smem, begin, end, gather);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;

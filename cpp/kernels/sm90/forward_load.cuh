@@ -1,9 +1,10 @@
 // The roles of the producer warps, which load Q and the K/V tiles of each work item, the last tile
-// first: by TMA, gathered, or converted on load. 8 bits have a second warpgroup beside the first
-// two forms, which transposes V (transpose_values.cuh) or dequantises both (load_raw_tiles.cuh).
+// first: by TMA, or gathered. A second warpgroup transposes V of 8 bits (transpose_values.cuh) or
+// converts raw tiles and slices (load_raw_tiles.cuh).
 #pragma once
 
-#include "kernels/sm90/load_converted.cuh"
+#include <cutlass/arch/reg_reconfig.h>
+
 #include "kernels/sm90/load_converted_slices.cuh"
 #include "kernels/sm90/load_raw_tiles.cuh"
 #include "kernels/sm90/transpose_values.cuh"
@@ -76,9 +77,9 @@ CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, 
 // What tiles and slices are loaded to: where the products read them, or raw ones.
 template <class Traits, Operand kOperand>
 using LoadedTile =
-    conditional_t<Traits::kLoadsRawTiles, RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>>;
+    conditional_t<Traits::kConverts, RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>>;
 template <class Traits>
-using LoadedSlice = conditional_t<Traits::kLoadsRawTiles, RawSlice<Traits>, SliceWriter<Traits>>;
+using LoadedSlice = conditional_t<Traits::kConverts, RawSlice<Traits>, SliceWriter<Traits>>;
 
 // Warps that load by TMA: one for each operand, or some that take turns at slices.
 template <class Traits>
@@ -125,8 +126,9 @@ template <class Traits>
 CUTE_DEVICE void produce(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
                          int end, bool gather) {
   using Slices = SliceRows<Traits, LoadedSlice<Traits>>;
-  using Gather = conditional_t<Traits::kSliced, KvSliceLoader<Traits, Slices>,
-                               GatherLoader<Traits, LoadedTile>>;
+  using Gather = conditional_t<
+      Traits::kSliced, KvSliceLoader<Traits, Slices>,
+      GatherLoader<Traits, LoadedTile<Traits, Operand::kK>, LoadedTile<Traits, Operand::kV>>>;
   if (gather) {
     produce_together<Traits, Gather>(params, smem, begin, end);
   } else {
@@ -134,17 +136,39 @@ CUTE_DEVICE void produce(const ParamsOf<Traits>& params, SharedStorage<Traits>& 
   }
 }
 
-// A second warpgroup dequantises what the first one loads.
+// One warpgroup loads raw tiles or slices, the other one converts them. Slices of a launch with
+// RoPE have no raw form: the first warpgroup converts what it loads, and the other one is idle.
 template <class Traits>
-CUTE_DEVICE void widen_raw_tiles(const HopperSegment& segment, SharedStorage<Traits>& smem) {
-  using Widener = conditional_t<Traits::kSliced, KvSliceLoader<Traits, SliceWidener<Traits>>,
-                                TileWidener<Traits>>;
-  load_items(smem, AnnouncesNothing{}, Widener(segment, smem), [](const ItemState&) {});
+CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
+                                   int begin, int end, bool gather, int warpgroup) {
+  const auto& segment = params.segments[0];
+  constexpr int kBoth = 2 * Traits::kProducerRegisters;
+  if constexpr (Traits::kSliced) {
+    constexpr int kIdle = 24;
+    if (!loads_raw<Traits>(segment)) {
+      if (warpgroup == 1) return cutlass::arch::warpgroup_reg_dealloc<kIdle>();
+      cutlass::arch::warpgroup_reg_dealloc<kBoth - kIdle>();
+      using Loader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
+      return produce_together<Traits, Loader>(params, smem, begin, end);
+    }
+    if constexpr (!Traits::kWidens) return;
+  }
+  constexpr int kLoader = Traits::kProducerRegisters == 32 ? 24 : 32;
+  if (warpgroup == 1) {
+    cutlass::arch::warpgroup_reg_dealloc<kBoth - kLoader>();
+    using Converter = conditional_t<Traits::kSliced, KvSliceLoader<Traits, SliceWidener<Traits>>,
+                                    TileConverter<Traits>>;
+    load_items(smem, AnnouncesNothing{}, Converter(segment, smem), [](const ItemState&) {});
+    return;
+  }
+  cutlass::arch::warpgroup_reg_dealloc<kLoader>();
+  if (widens<Traits>(segment)) return produce(params, smem, begin, end, gather);
+  if constexpr (!Traits::kSliced) {
+    // Keys alone are rotated.
+    using Gather = GatherLoader<Traits, RawTile<Traits, Operand::kK, typename Traits::ElementKv>,
+                                TileWriter<Traits, Operand::kV>>;
+    produce_together<Traits, Gather>(params, smem, begin, end);
+  }
 }
-
-template <class Traits>
-using ConvertingLoader =
-    conditional_t<Traits::kSliced, KvSliceLoader<Traits, ConvertedSlices<Traits>>,
-                  ConvertedLoader<Traits>>;
 
 }  // namespace preflash::sm90

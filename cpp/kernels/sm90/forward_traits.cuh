@@ -82,10 +82,11 @@ struct ForwardTraits {
   static constexpr int kTileN = kTile.n / kParts;  // of a CTA's part of S, and of buffers
   static constexpr int kStages = kTile.stages;
 
-  // Whole tiles of K and V then have no room beside Q: they arrive in slices, through one ring.
-  static constexpr bool kSliced = kParts > 1;
+  // Whole tiles of K and V then have no room beside Q, nor have raw ones of more than 128 columns:
+  // they arrive in slices, through one ring.
+  static constexpr bool kSliced = kParts > 1 || (kConverts && kHeadVo > 128);
   static constexpr int kSliceColumns = 128;
-  static constexpr int kSliceSlots = kConverts ? 4 : 5;  // raw rows take the fifth's place
+  static constexpr int kSliceSlots = kParts == 1 ? 8 : kConverts ? 4 : 5;
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
@@ -99,7 +100,7 @@ struct ForwardTraits {
   static constexpr int kProducers = kProducerWarps / kWarpgroupWarps;
   static constexpr int kThreads = kTile.warps * 32;
   static_assert(kTileM % kWarpgroupRows == 0 && kProducerWarps % kWarpgroupWarps == 0);
-  static_assert(kTransposesV ? kProducers == 2 : kProducers == 1 || (kConverts && kProducers == 2));
+  static_assert(kProducers == (kTransposesV || kConverts ? 2 : 1));
   static_assert(kConsumers == 2 || kConsumers == kMaxConsumers);
   // Rows arrive in whole blocks: 64 columns of 8 bits and 64 zeros.
   static constexpr int kRowQk = std::max(kHeadQk, kBlockColumns<ElementKv>);
@@ -128,13 +129,9 @@ struct ForwardTraits {
   // K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone in 16 (V
   // then needs no conversion); or slices in 8 bits.
   static constexpr int kRawSlices = 2;
-  static constexpr int kRawBytes =
-      !kConverts ? 0
-      : kSliced  ? kRawSlices * kSliceElements
-                 : kTileN * std::max({kHeadQk + kHeadVo, 2 * kHeadQk, 2 * kBlockRowBytes});
-  // Whether one warpgroup loads raw tiles of 8 bits, and another one dequantises them
-  // (load_raw_tiles.cuh).
-  static constexpr bool kLoadsRawTiles = kWidens && kProducers == 2;
+  static constexpr int kRawBytes = !kConverts ? 0
+                                   : kSliced  ? kRawSlices * kSliceElements
+                                              : 2 * kTileN * std::max(kHeadQk, kBlockRowBytes);
   static constexpr int kPairs = kHeadQk / 2;  // of dimensions that RoPE rotates
 
   // With two buffers the next item's Q is loaded during this item's last tiles, with one only
@@ -164,9 +161,7 @@ struct ForwardTraits {
                                          : !kConverts                   ? 0
                                          : kSliced && kOptionsAtRunTime ? 8
                                          : kSliced && kWidens           ? 16
-                                         : kProducers == 2              ? 24
-                                         : kHeadVo <= 128               ? 8
-                                                                        : 16;
+                                                                        : 24;
   static constexpr int kMostRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
   static constexpr int kConsumerRegisters = kMostRegisters - kTakenRegisters;
   static constexpr int kProducerRegisters =

@@ -8,7 +8,8 @@
 namespace preflash::sm90 {
 
 // Each producer warp copies a quarter of the rows of both operands, eight lanes 128 bytes of a row.
-template <class Traits, template <class, Operand> class Writer = TileWriter>
+template <class Traits, class WriterK = TileWriter<Traits, Operand::kK>,
+          class WriterV = TileWriter<Traits, Operand::kV>>
 struct GatherLoader {
   static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
 
@@ -20,8 +21,8 @@ struct GatherLoader {
   };
 
   const ParamsOf<Traits>& params;
-  Writer<Traits, Operand::kK> k;
-  Writer<Traits, Operand::kV> v;
+  WriterK k;
+  WriterV v;
   ItemKeys item;
   TransactionBarrier* unpublished = nullptr;  // the rows that it announces are in flight
 
@@ -68,7 +69,7 @@ struct GatherLoader {
   }
   // Of a part of a tile, in units of kTileN keys.
   CUTE_DEVICE static RowSlots rows_of_part(const RowSlots& rows, int part) {
-    static_assert(Traits::kParts * kWarpKeys == 32);
+    static_assert(Traits::kParts * kWarpKeys <= 32);
     const int lane = lane_id() + part * kWarpKeys;
     return {rows.tile * Traits::kParts + part,
             {{__shfl_sync(0xffffffffu, rows.slot[0].page, lane),
@@ -89,18 +90,17 @@ struct GatherLoader {
     if constexpr (Target::kIsRaw) {
       // No tensor core reads it.
       cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<std::uint64_t*>(&write.full()));
-    } else {
-      publish_before(write.full());
     }
+    if constexpr (!WriterV::kIsRaw) publish_before(Target::kIsRaw ? nullptr : &write.full());
     write.next.advance();
   }
 
   // Announces the tile before; the current tile stays in flight.
-  CUTE_DEVICE void publish_before(TransactionBarrier& full) {
+  CUTE_DEVICE void publish_before(TransactionBarrier* full) {
     cp_async_fence();
     cp_async_wait<1>();
     publish();
-    unpublished = &full;
+    unpublished = full;
   }
   // NOTE: cp.async writes through the generic proxy and wgmma reads through the async one.
   CUTE_DEVICE void publish() {

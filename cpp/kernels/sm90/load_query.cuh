@@ -140,7 +140,8 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
         if constexpr (kFrom == DType::kBFloat16 && kTo == DType::kFloat16) {
           narrow(units, first_row + group * kRowsAtOnce, lane, factors);
         }
-        for_each_unit(lane, [&](int turn, int, const PairColumns& columns) {
+        for_each_unit(lane, [&](int turn, int unit, PairColumns columns) {
+          if constexpr (kRotates && Traits::kSliced) columns = columns_in_slices(unit);
           const auto low = place(columns.low);
           const auto high = place(columns.high);
           CUTE_UNROLL
@@ -154,6 +155,12 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
         });
       }
     }
+  }
+  // Where the columns of a unit lie beside rotated slices of K (load_converted_slices.cuh).
+  CUTE_DEVICE static PairColumns columns_in_slices(int unit) {
+    constexpr int kHalf = Traits::kSliceColumns / 2;
+    const int low = unit * kLanePairs / kHalf * 2 * kHalf + unit * kLanePairs % kHalf;
+    return {low, low + kHalf};
   }
   // The units that a lane has of a row.
   CUTE_DEVICE void for_each_unit(int lane, const auto& visit) const {

@@ -1,30 +1,38 @@
-// Loads of 8-bit K and V without RoPE. A warpgroup brings tiles as they are stored into the raw
-// tile of each operand, or slices of both into a ring of raw slices, by TMA or gathered; another
-// warpgroup dequantises them from there.
+// K and V that are converted on their way: a warpgroup brings tiles as they are stored into the raw
+// tile of each operand, or slices of 8 bits into a ring of raw slices, by TMA or gathered; another
+// warpgroup dequantises or rotates them from there (RoPE).
 #pragma once
 
 #include "kernels/common/swizzle.cuh"
 #include "kernels/common/widen.cuh"
+#include "kernels/sm90/forward_convert.cuh"
 #include "kernels/sm90/load_slices.cuh"
 
 namespace preflash::sm90 {
 
-// Whether a launch arrives as raw tiles or slices, by its run-time options.
+// By a launch's run-time options: whether K and V are dequantised, whether nothing else is done to
+// them, and whether they arrive as raw tiles or slices.
+template <class Traits>
+CUTE_HOST_DEVICE bool widens(const HopperSegment& params) {
+  return Traits::kWidens && size_of(params.kv_dtype) == 1;
+}
 template <class Traits>
 CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
-  return Traits::kLoadsRawTiles && size_of(params.kv_dtype) == 1 &&
-         params.position != Position::kRope;
+  return widens<Traits>(params) && params.position != Position::kRope;
+}
+template <class Traits>
+CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
+  return Traits::kConverts && (!Traits::kSliced || only_widens<Traits>(params));
 }
 
-// The raw tile of an operand: a ring of one, rows of 128 bytes. Has what TmaLoader and GatherLoader
-// need of a TileWriter.
-template <class Traits, Operand kOperand>
+// The raw tile of an operand: a ring of one, in blocks of rows of 128 bytes as the tile has. Has
+// what TmaLoader and GatherLoader need of a TileWriter.
+template <class Traits, Operand kOperand, class Element_ = std::uint8_t>
 struct RawTile {
-  using Element = std::uint8_t;
+  using Element = Element_;
   using Source = SourceOf<kOperand>;
   static constexpr bool kIsK = Source::kIsK;
-  static constexpr int kHead = kBlockRowBytes;
-  static constexpr int kBlocks = 1;
+  static constexpr int kBlocks = sizeof(Element) == 1 ? 1 : Traits::kBlocksK;
   static constexpr bool kIsRaw = true;
 
   SharedStorage<Traits>& smem;
@@ -34,7 +42,7 @@ struct RawTile {
   CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).ring.empty[!kIsK]; }
   CUTE_DEVICE TransactionBarrier& full() const { return conversion_of(smem).ring.full[!kIsK]; }
   CUTE_DEVICE Element* tile() const {
-    return smem.raw + (kIsK ? 0 : Traits::kTileN * kBlockRowBytes);
+    return reinterpret_cast<Element*>(smem.raw + (kIsK ? 0 : Traits::kTileN * kBlockRowBytes));
   }
 };
 
@@ -130,27 +138,58 @@ struct RowWidener {
   }
 };
 
-// A warpgroup dequantises the tiles that others load, in the order of GatherLoader ...
+// A warpgroup converts the tiles that others load, in the order of GatherLoader ...
 template <class Traits>
-struct TileWidener {
+struct TileConverter {
   template <Operand kOperand>
   using Widener = RowWidener<RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>,
                              RawRows<Traits, Traits::kHeadQk>>;
   static_assert(Traits::kHeadQk == Traits::kHeadVo);
 
-  DType stored_as;
+  const SegmentOf<Traits>& segment;
+  SharedStorage<Traits>& smem;
   Widener<Operand::kK> k;
   Widener<Operand::kV> v;
 
-  CUTE_DEVICE TileWidener(const HopperSegment& segment, SharedStorage<Traits>& smem)
-      : stored_as(segment.kv_dtype), k{{smem}, {smem}}, v{{smem}, {smem}} {}
+  CUTE_DEVICE TileConverter(const SegmentOf<Traits>& segment, SharedStorage<Traits>& smem)
+      : segment(segment), smem(smem), k{{smem}, {smem}}, v{{smem}, {smem}} {}
 
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
-    for_each_tile(tiles, state, std::identity{}, [&](int, bool is_first) {
-      k.widen(stored_as);
-      if (!is_first) v.widen(stored_as);
+    for_each_tile(tiles, state, std::identity{}, [&](int tile, bool is_first) {
+      if (only_widens<Traits>(segment)) {
+        widen(k);
+      } else {
+        rotate(tile * Traits::kTileN);
+      }
+      if (!is_first) widen(v);
     });
-    v.widen(stored_as);
+    widen(v);
+  }
+
+ private:
+  CUTE_DEVICE void widen(auto& operand) const {
+    if constexpr (Traits::kWidens) {
+      if (widens<Traits>(segment)) operand.widen(segment.kv_dtype);
+    }
+  }
+  CUTE_DEVICE void rotate(int first_key) {
+    k.raw.full().wait(k.raw.next.phase());
+    k.write.wait();
+    order_memory_accesses();
+    auto rotate = [&](auto from) {
+      rotate_rows<Traits, from>(smem, first_key, segment.head_dim_qk, k.raw.tile(), k.write.bytes(),
+                                [&] {
+                                  __syncwarp();
+                                  release(k.raw.empty());
+                                });
+    };
+    if (widens<Traits>(segment)) {
+      dispatch_8_bits(segment.kv_dtype, rotate);
+    } else {
+      rotate(C<Traits::kVariant.kv_dtype>{});
+    }
+    publish_rows(k.write);
+    k.raw.next.advance();
   }
 };
 

@@ -95,8 +95,8 @@ struct SliceBoxes {
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of a tile's last slice of K and of V come free, at the latest, two slices behind.
 template <class Traits, class Writer = SliceWriter<Traits>>
-struct SliceRows : GatherLoader<Traits> {
-  using Base = GatherLoader<Traits>;
+struct SliceRows : GatherLoader<Traits, Writer, Writer> {
+  using Base = GatherLoader<Traits, Writer, Writer>;
   using Element = typename Writer::Element;
   static constexpr int kBlocks = Traits::kSliceColumns / kBlockColumns<Element>;
 

@@ -149,13 +149,17 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// A warp's inbox, in which it also stages O, takes P of the other CTA's keys (sliced_operands.cuh).
+// A warp's inbox, in which it also stages O, takes P of the other CTA's keys (paired_operands.cuh).
 template <class Traits>
-struct SliceState {
-  Ring<Traits::kSliceSlots> ring;
+struct PairState {
   // A lane of the warp and the message's bytes; one lane of the warp that received it.
   Ring<Traits::kConsumerWarps> p;
   float4 rows[Traits::kConsumerWarps][8];  // references and sums of each quad's two rows
+};
+template <class Traits>
+struct SliceState {
+  Ring<Traits::kSliceSlots> ring;
+  conditional_t<(Traits::kParts > 1), PairState<Traits>, Nothing> pair;
   conditional_t<Traits::kConverts, ConversionState<Traits>, Nothing> conversion;
 };
 

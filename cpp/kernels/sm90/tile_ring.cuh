@@ -47,10 +47,6 @@ struct TileWriter {
     return (kIsK ? smem.k : smem.v) + first;
   }
   CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(tile()); }
-  // The operand's raw ring, where tiles are converted. With V of 16 bits K has both.
-  CUTE_DEVICE unsigned char* raw() const {
-    return smem.raw + (kIsK ? 0 : Traits::kTileN * Traits::kHeadQk);
-  }
 };
 
 // Where a producer warp stands in the ring of slices (KvBuffers in shared_storage.cuh).
