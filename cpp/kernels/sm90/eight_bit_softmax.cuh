@@ -61,13 +61,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   }
   // O is complete, without this tile.
   CUTE_DEVICE void after_o(auto&& out) const {
-    using namespace cute;
-    if (!moved) return;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor[r];
-    }
+    if (moved) for_each_element(out, [&](int r, int, float& x) { x *= factor[r]; });
   }
   // O has been added to its sums.
   CUTE_DEVICE void follow(const auto& segment) {

@@ -99,19 +99,10 @@ struct ForwardEpilogue {
   // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
   CUTE_DEVICE void store(const Prepared& ready, auto& tOrO, Element* staging) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    auto for_each = [&](const auto& change) {
-      CUTE_UNROLL
-      for (int r = 0; r < size<0>(rows_of_o); ++r) {
-        CUTE_UNROLL
-        for (int c = 0; c < size<1>(rows_of_o); ++c) change(r, rows_of_o(r, c));
-      }
-    };
-    for_each([&](int r, float& x) { x *= ready.factor[r]; });
+    for_each_element(rows_of_o, [&](int r, int, float& x) { x *= ready.factor[r]; });
     // A row without keys is 0, also where 0 * V is inf or NaN.
     if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
-      for_each([&](int r, float& x) {
-        if (ready.empty[r]) x = 0.0f;
-      });
+      for_each_element(rows_of_o, [&](int r, int, float& x) { x = ready.empty[r] ? 0.0f : x; });
     }
     if (!is_final()) {
       store_pairs<float>(ready, rows_of_o,

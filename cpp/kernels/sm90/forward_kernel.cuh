@@ -15,11 +15,11 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   auto& barriers = smem.barriers;
   // Arrivals that announce what is loaded, and what is converted: one lane of each warp.
   const int loads = gather ? kWarpgroupWarps : 1;
-  const int producers = Traits::kConverts ? kWarpgroupWarps : loads;
+  const int converters = loads_raw<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
+  const int producers = Traits::kConverts ? converters : loads;
   const int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
-  const bool two_steps = Traits::kTransposesV || loads_raw<Traits>(segment);
-  const int loading_warps =
-      (gather ? kWarpgroupWarps : kLoaders<Traits>)+(two_steps ? kWarpgroupWarps : 0);
+  const int first_warps = gather ? kWarpgroupWarps : kLoaders<Traits>;
+  const int loading_warps = first_warps + Traits::kProducerWarps - kWarpgroupWarps;
   constexpr int kConsumers = Traits::kConsumerWarps;
   barriers.q.init(1, kConsumers);
   barriers.k.init(producers, kConsumers);

@@ -137,17 +137,15 @@ CUTE_DEVICE void produce(const ParamsOf<Traits>& params, SharedStorage<Traits>& 
 }
 
 // One warpgroup loads raw tiles or slices, the other one converts them. Slices of a launch with
-// RoPE have no raw form: the first warpgroup converts what it loads, and the other one is idle.
+// RoPE have no raw form: both warpgroups convert what they load.
 template <class Traits>
 CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
                                    int begin, int end, bool gather, int warpgroup) {
   const auto& segment = params.segments[0];
   constexpr int kBoth = 2 * Traits::kProducerRegisters;
   if constexpr (Traits::kSliced) {
-    constexpr int kIdle = 24;
     if (!loads_raw<Traits>(segment)) {
-      if (warpgroup == 1) return cutlass::arch::warpgroup_reg_dealloc<kIdle>();
-      cutlass::arch::warpgroup_reg_dealloc<kBoth - kIdle>();
+      cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
       using Loader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
       return produce_together<Traits, Loader>(params, smem, begin, end);
     }

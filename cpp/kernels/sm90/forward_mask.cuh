@@ -139,13 +139,9 @@ struct TileMask {
   }
 
   CUTE_DEVICE void apply(auto&& scores) const {
-    CUTE_UNROLL
-    for (int r = 0; r < size<0>(scores); ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        if (!(bits[r][c / 32] >> c % 32 & 1u)) scores(r, c) = -INFINITY;
-      }
-    }
+    for_each_element(scores, [&](int r, int c, float& x) {
+      if (!(bits[r][c / 32] >> c % 32 & 1u)) x = -INFINITY;
+    });
   }
 
  private:

@@ -12,8 +12,8 @@
 namespace preflash::sm90 {
 
 template <class Traits>
-struct ConvertedSlices : SliceRows<Traits> {
-  using Base = SliceRows<Traits>;
+struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProducerWarps> {
+  using Base = SliceRows<Traits, SliceWriter<Traits>, Traits::kProducerWarps>;
   using Base::Base;
   using typename Base::Tile;
   static constexpr DType kTo = Traits::kVariant.kv_dtype;

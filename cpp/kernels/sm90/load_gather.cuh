@@ -7,14 +7,15 @@
 
 namespace preflash::sm90 {
 
-// Each producer warp copies a quarter of the rows of both operands, eight lanes 128 bytes of a row.
+// Each of kWarps producer warps copies a share of the rows of both operands, eight lanes 128 bytes
+// of a row.
 template <class Traits, class WriterK = TileWriter<Traits, Operand::kK>,
-          class WriterV = TileWriter<Traits, Operand::kV>>
+          class WriterV = TileWriter<Traits, Operand::kV>, int kWarps = kWarpgroupWarps>
 struct GatherLoader {
-  static constexpr int kWarpKeys = Traits::kTileN / kWarpgroupWarps;
+  static constexpr int kWarpKeys = Traits::kTileN / kWarps;
 
-  // Of rows lane_id(), lane_id() + 32, ... of the warp's quarter: page indices come from the L2. Of
-  // two parts of a tile half of the lanes have one's, and half the other's.
+  // Of rows lane_id(), lane_id() + 32, ... of the warp's share: page indices come from the L2. Of
+  // two parts of a tile some lanes have one's, and some the other's.
   struct RowSlots {
     int tile;
     KeySlot slot[ceil_div(kWarpKeys, 32)];

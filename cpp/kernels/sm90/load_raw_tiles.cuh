@@ -25,43 +25,33 @@ CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
   return Traits::kConverts && (!Traits::kSliced || only_widens<Traits>(params));
 }
 
-// The raw tile of an operand: a ring of one, in blocks of rows of 128 bytes as the tile has. Has
-// what TmaLoader and GatherLoader need of a TileWriter.
-template <class Traits, Operand kOperand, class Element_ = std::uint8_t>
-struct RawTile {
+// A ring of raw buffers, the kSlots from kFirst on: rows of 128 bytes, or blocks of them as a tile
+// has. Has what loaders need of a TileWriter or SliceWriter.
+template <class Traits, int kFirst, int kSlots, class Element_>
+struct RawRing {
   using Element = Element_;
+  static constexpr bool kIsRaw = true;
+
+  SharedStorage<Traits>& smem;
+  ProducerPipelineState<kSlots> next = {};
+
+  CUTE_DEVICE int slot() const { return kFirst + next.index(); }
+  CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
+  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).ring.empty[slot()]; }
+  CUTE_DEVICE TransactionBarrier& full() const { return conversion_of(smem).ring.full[slot()]; }
+  CUTE_DEVICE Element* tile() const {
+    return reinterpret_cast<Element*>(smem.raw + slot() * (Traits::kTileN * kBlockRowBytes));
+  }
+};
+template <class Traits, Operand kOperand, class Element = std::uint8_t>
+struct RawTile : RawRing<Traits, kOperand == Operand::kV, 1, Element> {
   using Source = SourceOf<kOperand>;
   static constexpr bool kIsK = Source::kIsK;
   static constexpr int kBlocks = sizeof(Element) == 1 ? 1 : Traits::kBlocksK;
-  static constexpr bool kIsRaw = true;
-
-  SharedStorage<Traits>& smem;
-  ProducerPipelineState<1> next = {};
-
-  CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
-  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).ring.empty[!kIsK]; }
-  CUTE_DEVICE TransactionBarrier& full() const { return conversion_of(smem).ring.full[!kIsK]; }
-  CUTE_DEVICE Element* tile() const {
-    return reinterpret_cast<Element*>(smem.raw + (kIsK ? 0 : Traits::kTileN * kBlockRowBytes));
-  }
 };
-
-// The ring of raw slices. Has what SliceBoxes and SliceRows need of a SliceWriter.
 template <class Traits>
-struct RawSlice {
-  using Element = std::uint8_t;
-  static constexpr bool kIsRaw = true;
+struct RawSlice : RawRing<Traits, 0, Traits::kRawSlices, std::uint8_t> {
   static constexpr int kLoaders = Traits::kRawSlices;
-
-  SharedStorage<Traits>& smem;
-  ProducerPipelineState<Traits::kRawSlices> next = {};
-
-  CUTE_DEVICE void wait() const { empty().wait(next.phase() ^ 1); }
-  CUTE_DEVICE Barrier& empty() const { return conversion_of(smem).ring.empty[next.index()]; }
-  CUTE_DEVICE TransactionBarrier& full() const {
-    return conversion_of(smem).ring.full[next.index()];
-  }
-  CUTE_DEVICE Element* tile() const { return smem.raw + next.index() * Traits::kSliceElements; }
 };
 
 // How the lanes of a warp share its rows of a raw tile or slice of kColumns: each takes pieces of

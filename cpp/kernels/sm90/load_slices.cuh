@@ -90,13 +90,13 @@ struct SliceBoxes {
   }
 };
 
-// The producer warpgroup gathers the rows of slices: one is in flight while the next is copied. Raw
+// Producer warps gather the rows of slices: one is in flight while the next is copied. Raw
 // ones announce themselves.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of a tile's last slice of K and of V come free, at the latest, two slices behind.
-template <class Traits, class Writer = SliceWriter<Traits>>
-struct SliceRows : GatherLoader<Traits, Writer, Writer> {
-  using Base = GatherLoader<Traits, Writer, Writer>;
+template <class Traits, class Writer = SliceWriter<Traits>, int kWarps = kWarpgroupWarps>
+struct SliceRows : GatherLoader<Traits, Writer, Writer, kWarps> {
+  using Base = GatherLoader<Traits, Writer, Writer, kWarps>;
   using Element = typename Writer::Element;
   static constexpr int kBlocks = Traits::kSliceColumns / kBlockColumns<Element>;
 

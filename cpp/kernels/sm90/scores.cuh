@@ -36,12 +36,7 @@ struct HeadFactors {
 
   CUTE_DEVICE void apply(auto&& scores) const {
     if constexpr (Traits::kHasFactors) {
-      if (!any) return;
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(scores); ++c) {
-        CUTE_UNROLL
-        for (int r = 0; r < size<0>(scores); ++r) scores(r, c) *= row[r];
-      }
+      if (any) for_each_element(scores, [&](int r, int, float& x) { x *= row[r]; });
     }
   }
 };

@@ -18,6 +18,15 @@
 
 namespace preflash::sm90 {
 
+// visit(r, c, x): of every element x of a (rows, columns) view.
+CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
+  CUTE_UNROLL
+  for (int r = 0; r < cute::size<0>(view); ++r) {
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(view); ++c) visit(r, c, view(r, c));
+  }
+}
+
 // What all of a thread's scores of a row lack of their logits, in units of x. It costs nothing in
 // the loop over the scores: the origin takes it up. NoShift: they lack nothing.
 struct RowShift {
