@@ -10,10 +10,10 @@ namespace {
 constexpr double kRowElements = 128.0;
 constexpr double kPassLaunch = 15000.0;  // in units of Conversion: 3 us
 
-// What a conversion on load adds to a query tile of 128 rows: for each of its keys, in units of
-// what a row of 128 elements takes to be copied in 16 bits, 0.2 ns; and for its queries, in keys.
-// Fitted to an H100 (docs/dev/experiments/fp8-and-rope.md), above head_dim 256 to an H200
-// (head-dim-512.md).
+// What a kernel that reads 8 bits, or rotates, adds to a query tile of 128 rows beside the one that
+// reads copies: for each of its keys, in units of what a row of 128 elements takes to be copied in 16
+// bits, 0.2 ns; and for its queries, in keys. Fitted to an H100, above head_dim 128 to an H200
+// (docs/dev/experiments/fp8-and-rope.md, head-dim-512.md).
 struct Conversion {
   double key;
   double queries = 0.0;
@@ -25,14 +25,18 @@ Conversion conversion(const SegmentProblem& problem, const ForwardKernel& conver
   const bool on_sm90 = converting.traits.widening == Widening::kToFloat16;
   if (problem.position == Position::kRope) {
     if (!on_sm90) return {0.40 * rows};
-    return {(head_dim > 256 ? 1.25 : 0.25) * rows, 700};
+    if (head_dim > 256) return {1.25 * rows, 700};
+    if (head_dim > 128) return {1.9, 50};
+    return {0.25 * rows, 700};
   }
   if (!on_sm90) return {0.46 * rows};
-  // Up to head_dim 128 and above 256 dequantising to float16 is the work of warps of their own. TMA
-  // brings their rows, unless a page is no multiple of 8.
+  if (converting.variant.load == Load::kDirect) return {0.086, 600};  // products of 8 bits
+  // TMA brings rows of 8 bits, unless a page is no multiple of 8.
   const bool gathered = problem.paged() && problem.page_size % 8 != 0;
   if (head_dim > 256) return {(gathered ? 0.25 : 0.175) * rows, 1160};
-  if (head_dim > 128) return {0.60 * rows};
+  // (192, 128) is converted by the kernel of 256.
+  if (problem.head_dim_qk != problem.head_dim_vo) return {0.68, 300};
+  if (head_dim > 128) return {gathered ? 0.54 : 0.41, 680};
   if (head_dim <= 64) return {0.065, 1500};
   return {gathered ? 0.080 : 0.045, 2500};
 }
@@ -82,7 +86,9 @@ bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
   const double saved = added.key * tile_keys * problem.num_kv_heads * converting.tile.m / 128;
   const double of_key = of_k + (narrow || problem.paged() ? of_v : 0.0);
   double cost = kPassLaunch + keys * problem.num_kv_heads * of_key * (narrow ? 0.75 : 1.0);
-  if (is_rotated(problem)) cost += queries * problem.num_qo_heads * of_k;
+  if (is_rotated(problem) || size_of(problem.q_dtype) == 1) {
+    cost += queries * problem.num_qo_heads * of_k;
+  }
   return saved > cost;
 }
 
@@ -107,8 +113,12 @@ bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& convert
   // No copies either if they are rounded to fewer bits than the kernel keeps.
   if (rounds_more(problem)) return false;
   if (converting.traits.operands != Operands::kComputed) return false;
-  // Nor where it multiplies what it reads.
-  return converting.variant.load == Load::kConverted && pays(problem, converting);
+  // Nor where it multiplies what it reads, but for products of 8 bits at head_dim 64: the
+  // exponentials limit these, so that 16 bits are as fast in tiles that suit them better.
+  const bool narrow_products =
+      size_of(converting.variant.q_dtype) == 1 && converting.variant.head_dim_qk == 64;
+  const bool may_gain = converting.variant.load == Load::kConverted || narrow_products;
+  return may_gain && pays(problem, converting);
 }
 
 bool has_prepass_rows(const SegmentProblem& problem) {

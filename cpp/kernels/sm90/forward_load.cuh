@@ -149,7 +149,6 @@ CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage
       using Loader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
       return produce_together<Traits, Loader>(params, smem, begin, end);
     }
-    if constexpr (!Traits::kWidens) return;
   }
   constexpr int kLoader = Traits::kProducerRegisters == 32 ? 24 : 32;
   if (warpgroup == 1) {

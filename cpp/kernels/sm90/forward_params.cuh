@@ -33,6 +33,21 @@ using SegmentOf = cute::conditional_t<Traits::kConverts, ConversionSegment, Hopp
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 
+// By a launch's run-time options: whether K and V are dequantised, whether nothing else is done to
+// them, and whether they arrive as raw tiles or slices.
+template <class Traits>
+CUTE_HOST_DEVICE bool widens(const HopperSegment& params) {
+  return Traits::kWidens && size_of(params.kv_dtype) == 1;
+}
+template <class Traits>
+CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
+  return widens<Traits>(params) && params.position != Position::kRope;
+}
+template <class Traits>
+CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
+  return Traits::kConverts && (!Traits::kSliced || only_widens<Traits>(params));
+}
+
 // What a consumer warpgroup knows of a work item in a launch of so many segments.
 template <int kSegments>
 struct ItemOf {

@@ -86,7 +86,7 @@ struct ForwardTraits {
   // they arrive in slices, through one ring.
   static constexpr bool kSliced = kParts > 1 || (kConverts && kHeadVo > 128);
   static constexpr int kSliceColumns = 128;
-  static constexpr int kSliceSlots = kParts == 1 ? 8 : kConverts ? 4 : 5;
+  static constexpr int kSliceSlots = kParts == 1 ? 8 : kConverts ? 4 : 5;  // what there is room for
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;

@@ -21,15 +21,15 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
  protected:
   template <Operand kOperand>
   CUTE_DEVICE void copy(const Tile& tile, int part, int column, int num_slices) {
-    this->item = tile.item;
-    const auto rows = this->rows_of_part(tile.rows, part);
     auto convert = [&](auto from) {
+      const auto rows = this->rows_of_part(tile.rows, part);
 #pragma unroll 1
       for (int slice = 0; slice < num_slices; ++slice) {
         convert_slice<kOperand, from>(tile.item, rows, column, slice);
       }
     };
-    if (Traits::kWidens && size_of(this->segment().kv_dtype) == 1) {
+    this->item = tile.item;
+    if (widens<Traits>(this->segment())) {
       dispatch_8_bits(this->segment().kv_dtype, convert);
     } else if constexpr (kOperand == Operand::kK) {
       convert(C<kTo>{});
@@ -80,15 +80,16 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
         LaneAngles::at<fast_rotation_by>(first_key + lane_row, tables.frequency + pair),
         tables.row_step + pair);
     this->write.wait();
+    order_memory_accesses();
+    unsigned char* target = this->write.bytes();
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
       FourFloats low_floats = FourFloats::of<kFrom>(low[i]);
       FourFloats high_floats = FourFloats::of<kFrom>(high[i]);
       if (kRotates) angles.now.rotate(low_floats, high_floats);
       const int row = this->warp_row() + i * Lanes::kRowsAtOnce + lane_row;
-      unsigned char* slice = this->write.bytes();
-      low_floats.store<kTo>(slice + swizzled<Traits::kTileN>(row, own));
-      high_floats.store<kTo>(slice + swizzled<Traits::kTileN>(row, kHalf + own));
+      low_floats.store<kTo>(target + swizzled<Traits::kTileN>(row, own));
+      high_floats.store<kTo>(target + swizzled<Traits::kTileN>(row, kHalf + own));
       angles.advance();
     }
     publish_rows(this->write);

@@ -10,21 +10,6 @@
 
 namespace preflash::sm90 {
 
-// By a launch's run-time options: whether K and V are dequantised, whether nothing else is done to
-// them, and whether they arrive as raw tiles or slices.
-template <class Traits>
-CUTE_HOST_DEVICE bool widens(const HopperSegment& params) {
-  return Traits::kWidens && size_of(params.kv_dtype) == 1;
-}
-template <class Traits>
-CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
-  return widens<Traits>(params) && params.position != Position::kRope;
-}
-template <class Traits>
-CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
-  return Traits::kConverts && (!Traits::kSliced || only_widens<Traits>(params));
-}
-
 // A ring of raw buffers, the kSlots from kFirst on: rows of 128 bytes, or blocks of them as a tile
 // has. Has what loaders need of a TileWriter or SliceWriter.
 template <class Traits, int kFirst, int kSlots, class Element_>
