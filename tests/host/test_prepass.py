@@ -86,3 +86,50 @@ WIDE = {"family": "sm90", "head_dim_qk": 512, "head_dim_vo": 512}
 def test_what_is_faster_at_512(qo_lens, kv_lens, options, pays):
     """bf16 over e4m3 as measured: docs/dev/experiments/head-dim-512.md."""
     assert prefers(qo_lens, kv_lens, **FP8, **WIDE, **options) == pays
+
+
+OF_256 = {"family": "sm90", "head_dim_qk": 256, "head_dim_vo": 256}
+OF_192 = {"family": "sm90", "head_dim_qk": 192, "head_dim_vo": 128}
+
+
+@pytest.mark.parametrize("head_dims", [OF_256, OF_192], ids=["256", "192x128"])
+@pytest.mark.parametrize(
+    ("what", "queries", "pays"),
+    [
+        (FP8, 64, {256: False, 192: False}),
+        (FP8, 128, {256: False, 192: True}),
+        (FP8, 256, {256: True, 192: True}),
+        (ROPE, 64, {256: True, 192: True}),
+    ],
+)
+def test_what_is_faster_between_128_and_256(head_dims, what, queries, pays):
+    """As measured: docs/dev/experiments/fp8-and-rope.md."""
+    heads = {"num_qo_heads": 16, "num_kv_heads": 4}
+    expected = pays[head_dims["head_dim_qk"]]
+    assert prefers([queries] * 8, [8192] * 8, **what, **head_dims, **heads) == expected
+    assert prefers([1024] * 8, [1024] * 8, causal=True, **what, **head_dims, **heads)
+
+
+E4M3 = _core.DType.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "num_kv_heads", "pays"),
+    [
+        ([1024] * 16, [1024] * 16, 32, False),
+        ([2048] * 8, [2048] * 8, 32, False),
+        ([4096] * 4, [4096] * 4, 32, True),
+        ([512] * 8, [8192] * 8, 8, True),
+        ([64] * 8, [8192] * 8, 8, False),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_products_of_8_bits_beside_copies(head_dim, qo_lens, kv_lens, num_kv_heads, pays):
+    """16 bits on copies are faster at head_dim 64 alone: docs/dev/experiments/fp8-products.md."""
+    dtypes = {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": _core.DType.bfloat16}
+    heads = {"num_qo_heads": 32, "num_kv_heads": num_kv_heads}
+    sizes = {"head_dim_qk": head_dim, "head_dim_vo": head_dim, "family": "sm90"}
+    found = prefers(
+        qo_lens, kv_lens, multiplies_8_bits=True, causal=True, **dtypes, **heads, **sizes
+    )
+    assert found == (pays and head_dim == 64)

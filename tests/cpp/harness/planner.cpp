@@ -253,13 +253,17 @@ bool prefers_tall(std::int32_t most_keys, const py::kwargs& kwargs) {
   return prefers_tall_tiles(given.problem.segments[0], given.facts, most_keys);
 }
 
-bool prefers(const py::kwargs& kwargs) {
+// multiplies_8_bits: whether the kernel does, rather than dequantise or rotate on load.
+bool prefers(bool multiplies_8_bits, const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
+  const SegmentProblem& problem = given.problem.segments[0];
   // One kernel stands for both: the facts that count of either are no facts of the other.
   ForwardKernel kernel = given.segments[0].kernel;
-  kernel.variant.load = Load::kConverted;
-  return prefers_prepass(given.problem.segments[0], kernel);
+  kernel.variant.load = multiplies_8_bits ? Load::kDirect : Load::kConverted;
+  if (multiplies_8_bits) kernel.variant.q_dtype = problem.q_dtype;
+  kernel.variant.head_dim_qk = problem.head_dim_qk;
+  return prefers_prepass(problem, kernel);
 }
 
 void check(const py::kwargs& kwargs) {
@@ -389,7 +393,7 @@ void bind_planner(py::module_& module) {
   m.def("prefers_tall_tiles", &prefers_tall, py::arg("most_keys"));
   m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
-  m.def("prefers_prepass", &prefers);
+  m.def("prefers_prepass", &prefers, py::arg("multiplies_8_bits") = false);
   m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
   m.def("touched_tiles", &tiles_of);
   m.def("keeps", &keeps);
