@@ -32,7 +32,7 @@ _IN_MASK = (
 _IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
 _IN_CONVERSION = (
     "addresses and counters of the producers between the tiles that they convert; consumers "
-    "reload words that are the same for all tiles, at d256 and with a soft cap"
+    "reload words that are the same for all tiles, at d256 and with options at run time"
 )
 _IN_BRANCHES = (
     "addresses that each branch of the conversion reloads, two or three in 300 instructions, where "
@@ -47,7 +47,7 @@ _OF_BOTH = (
     "the prefill's loop reloads up to seven words a tile, twice as many with a mask"
 )
 _IN_EXCHANGE = (
-    "where items begin and end and where P crosses to the other CTA; in the main loop four words "
+    "where items begin and end and where P crosses to the other CTA; in the main loop three words "
     "with a custom mask, up to 51 in 1,500 instructions where operands are converted"
 )
 _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL in SASS"
@@ -85,18 +85,15 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
     AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "load": "converted"}, 700, _IN_CONVERSION, 5),
+    AllowedSpill({"family": "sm90", "load": "converted"}, 200, _IN_CONVERSION, 5),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "192x128", "load": "converted"}, 600, _IN_CONVERSION, 14
+        {"family": "sm90", "head_dim": "256", "load": "converted"}, 1100, _IN_CONVERSION, 9
     ),
     AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "load": "converted"}, 1100, _IN_CONVERSION, 20
-    ),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "512", "load": "converted"}, 1800, _IN_EXCHANGE, 51
+        {"family": "sm90", "head_dim": "512", "load": "converted"}, 1400, _IN_EXCHANGE, 51
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
-    AllowedSpill({"family": "sm90", "head_dim": "512", "mask": "custom"}, 800, _IN_EXCHANGE, 4),
+    AllowedSpill({"family": "sm90", "head_dim": "512", "mask": "custom"}, 800, _IN_EXCHANGE, 3),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
 ]
 
