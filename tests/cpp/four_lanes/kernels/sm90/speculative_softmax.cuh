@@ -56,19 +56,14 @@ struct LaneOut {
   double row[2] = {};
   double& operator()(int r, int) { return row[r]; }
 };
-
-}  // namespace sm90
-}  // namespace preflash
-
-namespace cute {
-template <int>
-constexpr int size(const preflash::sm90::LaneOut&) {
-  return 1;
+template <class Visit>
+void for_each_element(LaneOut& out, const Visit& visit) {
+  for (int r = 0; r < 2; ++r) {
+    float x = static_cast<float>(out.row[r]);
+    visit(r, 0, x);
+    out.row[r] = x;
+  }
 }
-}  // namespace cute
-
-namespace preflash {
-namespace sm90 {
 
 struct SpeculativeSoftmax {
   static constexpr int kRows = 2;
