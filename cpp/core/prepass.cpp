@@ -11,8 +11,8 @@ constexpr double kRowElements = 128.0;
 constexpr double kPassLaunch = 15000.0;  // in units of Conversion: 3 us
 
 // What a kernel that reads 8 bits, or rotates, adds to a query tile of 128 rows beside the one that
-// reads copies: for each of its keys, in units of what a row of 128 elements takes to be copied in 16
-// bits, 0.2 ns; and for its queries, in keys. Fitted to an H100, above head_dim 128 to an H200
+// reads copies: for each of its keys, in units of what a row of 128 elements takes to be copied in
+// 16 bits, 0.2 ns; and for its queries, in keys. Fitted to an H100, above head_dim 128 to an H200
 // (docs/dev/experiments/fp8-and-rope.md, head-dim-512.md).
 struct Conversion {
   double key;
@@ -34,9 +34,11 @@ Conversion conversion(const SegmentProblem& problem, const ForwardKernel& conver
   // TMA brings rows of 8 bits, unless a page is no multiple of 8.
   const bool gathered = problem.paged() && problem.page_size % 8 != 0;
   if (head_dim > 256) return {(gathered ? 0.25 : 0.175) * rows, 1160};
-  // (192, 128) is converted by the kernel of 256.
-  if (problem.head_dim_qk != problem.head_dim_vo) return {0.68, 300};
-  if (head_dim > 128) return {gathered ? 0.54 : 0.41, 680};
+  if (head_dim > 128) {
+    // (192, 128) is converted by the kernel of 256.
+    if (problem.head_dim_vo <= 128) return {0.68, 300};
+    return {gathered ? 0.54 : 0.41, 680};
+  }
   if (head_dim <= 64) return {0.065, 1500};
   return {gathered ? 0.080 : 0.045, 2500};
 }
@@ -114,7 +116,7 @@ bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& convert
   if (rounds_more(problem)) return false;
   if (converting.traits.operands != Operands::kComputed) return false;
   // Nor where it multiplies what it reads, but for products of 8 bits at head_dim 64: the
-  // exponentials limit these, so that 16 bits are as fast in tiles that suit them better.
+  // exponentials limit these, and the tiles of 16 bits hide them better.
   const bool narrow_products =
       size_of(converting.variant.q_dtype) == 1 && converting.variant.head_dim_qk == 64;
   const bool may_gain = converting.variant.load == Load::kConverted || narrow_products;

@@ -110,6 +110,15 @@ def test_what_is_faster_between_128_and_256(head_dims, what, queries, pays):
     assert prefers([1024] * 8, [1024] * 8, causal=True, **what, **head_dims, **heads)
 
 
+def test_values_that_are_narrower_than_keys_have_the_costs_of_their_kernel():
+    """(128, 64) is converted by the kernel of 128."""
+    sizes = {"family": "sm90", "num_qo_heads": 16, "num_kv_heads": 4}
+    for narrow in (64, 128):
+        assert not prefers(
+            [128] * 8, [8192] * 8, **FP8, head_dim_qk=128, head_dim_vo=narrow, **sizes
+        )
+
+
 E4M3 = _core.DType.float8_e4m3fn
 
 
