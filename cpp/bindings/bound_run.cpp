@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <tuple>
@@ -167,6 +168,7 @@ bool BoundRun::holds_plan(const CheckedTensors& checked) const {
     if (paged && tensors.k.num_pages <= largest_pages_[s]) return false;
     if (batch.are_bounds()) continue;
     if (tensors.q.num_tokens < batch.qo_end()) return false;
+    if (batch.exact_rows() && tensors.q.num_tokens > batch.qo_end()) return false;
     if (!paged && std::min(tensors.k.num_tokens, tensors.v.num_tokens) < batch.kv_end())
       return false;
   }
@@ -234,7 +236,9 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   for (int s = 0; s < num_segments_; ++s) {
     const BoundSegment& bound = call.bound->checked->segments[s];
     try {
-      results[s] = make_outputs(bound, &call.segment(s));
+      const std::int64_t q_rows = call.bound->checked->tensors[s].q.num_tokens;
+      const bool blank = plan_->segments()[s].batch->may_leave_rows(q_rows);
+      results[s] = make_outputs(bound, blank, &call.segment(s));
     } catch (const std::exception&) {
       ask(functions_->check, arguments);  // what looks like the tensors before, as in torch.vmap
       throw;
@@ -271,18 +275,21 @@ const std::string& BoundRun::last_variant() { return last_id; }
 
 void BoundRun::check(PyObject* const* arguments, Py_ssize_t count) { checked(arguments, count); }
 
-py::object BoundRun::make_outputs(const BoundSegment& bound, CalledSegment* segment) const {
+py::object BoundRun::make_outputs(const BoundSegment& bound, bool blank,
+                                  CalledSegment* segment) const {
   const GivenSegment& given = segment->given;
   SeenSegment& seen = segment->seen;
   py::object out = py::reinterpret_borrow<py::object>(given.out);
   if (!out) {
     out = made(bound.make_out, given.q);
+    if (blank) out.attr("zero_")();
     seen.out = torch_.address_of(out.ptr());
   }
   if (!given.wants_lse()) return out;
   py::object lse = py::reinterpret_borrow<py::object>(given.lse);
   if (!lse) {
     lse = made(bound.make_lse, given.q);
+    if (blank) lse.attr("fill_")(-std::numeric_limits<double>::infinity());
     seen.see_lse(torch_, lse.ptr());
   }
   if (seen.lse_is_unbacked()) throw std::invalid_argument("lse has no memory behind it");

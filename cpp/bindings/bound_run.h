@@ -113,8 +113,10 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   bool holds_plan(const CheckedTensors& checked) const;
   bool records(const Call& call) const;
   pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
-  // A segment's results; fills in the addresses of tensors that it makes.
-  pybind11::object make_outputs(const BoundSegment& bound, CalledSegment* segment) const;
+  // Returns a segment's results; fills in the addresses of tensors that it allocates. blank: a new
+  // out starts as zeros and a new lse as -inf, for the rows that the kernel does not write.
+  pybind11::object make_outputs(const BoundSegment& bound, bool blank,
+                                CalledSegment* segment) const;
   void* current_stream() const;
   void* follow_stream();
   bool launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,

@@ -52,6 +52,14 @@ class Batch {
   std::span<const std::int32_t> last_page_len() const { return last_page_len_; }
   std::span<const std::int64_t> mask_indptr() const { return mask_indptr_; }
 
+  // A run's q has these rows and no more, as a decode batch wants it.
+  void require_exact_rows() { exact_rows_ = true; }
+  bool exact_rows() const { return exact_rows_; }
+  // True if q may have rows of no request: before the first one's, or after the last one's.
+  bool may_leave_rows(std::int64_t q_rows) const {
+    return are_bounds_ || qo_begin() > 0 || qo_end() < q_rows;
+  }
+
   // Lays out the packed custom mask: every request starts on a byte.
   void use_mask();
   std::int64_t mask_elements() const { return mask_elements_; }
@@ -96,6 +104,7 @@ class Batch {
   std::int64_t mask_elements_ = 0;
   int page_size_ = 0;
   bool are_bounds_ = false;
+  bool exact_rows_ = false;
 };
 
 }  // namespace preflash

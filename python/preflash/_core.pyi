@@ -157,6 +157,7 @@ class Batch:
         are_bounds: bool = False,
     ) -> None: ...
     are_bounds: Final[bool]
+    exact_rows: Final[bool]
     num_requests: Final[int]
     page_size: Final[int]
     qo_begin: Final[int]
@@ -177,6 +178,12 @@ class Batch:
         """A copy that has a custom mask."""
 
     def use_mask(self) -> None: ...
+    def may_leave_rows(self, q_rows: int) -> bool:
+        """True if a q of so many rows may have rows of no request."""
+
+    def require_exact_rows(self) -> None:
+        """Makes runs refuse a q with more rows than the requests have."""
+
     def write_mask_segments(self, begin: int) -> None: ...
     def set_page_indices(self, indices: int, count: int, uploader: Uploader | None = None) -> int:
         """Copies them, and returns the largest that a request owns; -1: none does. uploader: of

@@ -163,7 +163,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             q_p, k_p, v_p, custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p,
             pos_encoding_mode_p, sm_scale_p, window_left_p, rope_scale_p, rope_theta_p: those of
                 single_prefill_with_kv_cache. q_p has as many heads as the plan, k_p and v_p too.
-            q_d: [at least batch_size, num_qo_heads, head_dim].
+            q_d: [batch_size, num_qo_heads, head_dim].
             paged_kv_cache_d: as in BatchPrefillWithPagedKVCacheWrapper.run().
             causal_d: either value: the diagonal of one query is its last key.
             kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d:

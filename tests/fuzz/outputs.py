@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,7 +77,16 @@ class GivenOutputs:
         if got_lse is not None and self._lse_layout == "HN":
             got_lse = got_lse.t()
         begin = self._padding.before
-        own = Result(got_out, got_lse, []).rows(begin, begin + self._inputs.q.shape[0])
+        end = begin + self._inputs.q.shape[0]
+        for name, got, mine, blank in (
+            ("out", got_out, self._out, 0.0),
+            ("lse", got_lse, self._lse, -math.inf),
+        ):
+            if mine is None and got is not None:
+                nobodys = torch.cat([got[:begin], got[end:]]).float()
+                if bool((nobodys != blank).any()):
+                    failures.append(f"{name}: rows of no request are not {blank}")
+        own = Result(got_out, got_lse, []).rows(begin, end)
         return replace(own, failures=failures)
 
     def _brought(

@@ -45,7 +45,7 @@ class PodCall:
     shorter_before: bool = False  # one plan has another prefill before (of one request)
     repeated: bool = False  # run() is given the options of the decode side again (of one request)
     other_mask: bool = False  # beside a packed mask a dense one, which does not count
-    padding: int = 0  # rows of q before and behind those of requests (of one request: behind)
+    padding: int = 0  # rows of q before and after those of requests, with a qo_indptr
 
 
 @dataclasses.dataclass(frozen=True)

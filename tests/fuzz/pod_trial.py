@@ -80,12 +80,10 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor | None]:
     return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "packed mask": inputs.packed_custom_mask}
 
 
-def _padding_of(problem: PodProblem, index: int) -> Padding:
-    """A prefill of one request is its tensors; requests of one query each begin at row 0."""
-    rows = problem.call.padding
-    if problem.kind is Kind.BATCH:
-        return Padding(rows, rows)
-    return Padding(0, rows if index else 0)
+def _padding_of(problem: PodProblem) -> Padding:
+    """Rows of q around those of requests, which only batches with a qo_indptr may have."""
+    rows = problem.call.padding if problem.kind is Kind.BATCH else 0
+    return Padding(rows, rows)
 
 
 class _Side:
@@ -97,7 +95,7 @@ class _Side:
         case, seed = (problem.prefill, problem.decode)[index], problem.seed + index
         self.inputs = build(case, device=device, index_device="cpu", seed=seed)
         wrapper_trial.add_garbage(self.inputs)
-        self._padding = _padding_of(problem, index)
+        self._padding = _padding_of(problem)
         self.given = surrounded(self.inputs, self._padding.before, self._padding.behind)
         self.renew()
 

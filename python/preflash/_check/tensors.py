@@ -55,7 +55,10 @@ def check_q(q: Any, request: Request) -> tuple[int, int]:
     """The strides of q [tokens, num_qo_heads, head_dim_qk]."""
     options = request.options
     check.tensor("q", q)
-    # Rows behind the last request are padding, which is neither read nor written.
+    batch = request.lengths.batch
+    if batch.exact_rows:
+        check_decode_rows(q, batch.num_requests, max(batch.max_qo_len, 1))
+    # Rows of a prefill behind its last request are padding, which kernels neither read nor write.
     rows = max(q.shape[0], request.qo_tokens) if q.dim() > 0 else request.qo_tokens
     wanted = (rows, options.num_qo_heads, options.head_dim_qk)
     meaning = "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned"
@@ -65,6 +68,17 @@ def check_q(q: Any, request: Request) -> tuple[int, int]:
     check.on_device("q", q, request.device)
     check.rows("q", q)
     return effective_strides(q)
+
+
+def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> None:
+    """Raises ValueError unless q has batch_size * q_len_per_req rows, as a decode batch wants."""
+    rows = batch_size * q_len_per_req
+    if q.dim() > 0 and q.shape[0] != rows:
+        raise ValueError(
+            f"q has {q.shape[0]} rows; a decode batch of {batch_size} requests with q_len_per_req="
+            f"{q_len_per_req} has exactly {rows}: pass q[:{rows}], or plan() the requests of all "
+            "rows"
+        )
 
 
 def _check_ragged(name: str, value: Any, head_dim: int, request: Request) -> KvNumbers:

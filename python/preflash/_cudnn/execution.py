@@ -120,7 +120,7 @@ def _without_launch(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
     """0 and -inf: no request keeps a key."""
     out, lse, rows = call.out, call.lse, call.batch.rows
     if out is None:
-        out = torch.empty(call.out_shape, dtype=call.o_dtype, device=call.q.device)
+        out = torch.zeros(call.out_shape, dtype=call.o_dtype, device=call.q.device)
     out[rows] = 0.0
     if lse is None and call.return_lse:
         lse = torch.full(call.lse_shape, -math.inf, dtype=torch.float32, device=call.q.device)
@@ -290,12 +290,12 @@ class _Prepared:
         return kinds
 
     def _prepared_out(self, call: Call) -> torch.Tensor:
-        """out, where the rows of requests without keys are 0: cuDNN does not write them."""
-        keyless, out = call.batch.maybe_keyless, call.out
+        """Returns out with 0 where cuDNN does not write: in rows of requests without keys and, if
+        the call allocates out, in rows of no request."""
+        out = call.out
         if out is None:
-            new = torch.zeros if keyless else torch.empty
-            return new(call.out_shape, dtype=call.o_dtype, device=self._device)
-        if keyless:
+            return torch.zeros(call.out_shape, dtype=call.o_dtype, device=self._device)
+        if call.batch.maybe_keyless:
             kinds = self._kinds_of(call, "out", out.shape[0])
             out.masked_fill_((kinds == _KEYLESS)[:, None, None], 0.0)
         return out

@@ -67,8 +67,6 @@ def attend(
     out_at = _placed(call, "out", qo_lens)
     lse_rows = _lse_rows(call, qo_lens) if call.with_lse else None
     out = call.out
-    if out is None:
-        out = call.q.new_empty(call.out_shape, dtype=call.o_dtype)
     in_place = q_at.rows is None and out_at.rows is None and out_at.indptr == q_at.indptr
     _check_apart(call, in_place)
     computed = wrapper.run(
@@ -81,7 +79,11 @@ def attend(
     )
     computed, lse = computed if call.with_lse else (computed, None)
     owned = slice(q_at.indptr[0], q_at.indptr[-1])  # of what was computed
-    if not in_place:
+    if in_place:
+        out = computed
+    else:
+        if out is None:
+            out = call.q.new_zeros(call.out_shape, dtype=call.o_dtype)
         rows = sent(out_at.every_row(), out.device)
         _indexable(out).index_copy_(0, rows, _indexable(computed[owned]))
     if lse is not None:

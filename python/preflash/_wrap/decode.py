@@ -13,6 +13,7 @@ from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
+from .._check.tensors import check_decode_rows
 from .._compat.signatures import takes
 from .options import lists_options
 from .paged import BatchPrefillWithPagedKVCacheWrapper
@@ -158,6 +159,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     def _asked(self, a: PagedPlanArguments) -> Asked:
         asked = super()._asked(a)
         batch = asked.request.lengths.batch
+        batch.require_exact_rows()
         q_len = batch.max_qo_len
         if q_len <= 1:
             return asked
@@ -199,9 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """Computes one layer of the planned batch on the current stream.
 
         Args:
-            q: [at least batch_size, num_qo_heads, head_dim]; rows behind the last request are
-                neither read nor written. With q_len_per_req, exactly batch_size * q_len_per_req
-                rows.
+            q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
             q_len_per_req: None: that of plan(). Another one, as callers of FlashInfer's trtllm-gen
                 give it here alone, plans the batch again, which needs the arrays of plan()
                 unchanged, and no CUDA graph. NOTE: changes that torch does not count, through
@@ -232,13 +232,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             raise ValueError(
                 f"q_len_per_req={asked} in run(), and plan() had {planned}: plan again"
             )
-        rows = 0 if self._batch is None else self._batch.num_requests * asked
-        if asked > 1 and q.dim() > 0 and q.shape[0] != rows:
-            raise ValueError(
-                f"q has {q.shape[0]} rows; must be batch_size * q_len_per_req = {rows} as planned: "
-                "plan again with another q_len_per_req"
-            )
         if changes:
+            # Before the plan changes; run() itself checks q against what is planned.
+            check_decode_rows(q, self._batch.num_requests, asked)
             again = converted(made_from, DecodePlanArguments, q_len_per_req=asked)
             self._plan(self._as_prefill(again))
 

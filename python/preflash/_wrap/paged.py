@@ -183,7 +183,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
 
         Args:
             q: [at least qo_indptr[-1], num_qo_heads, head_dim]. Rows before the first request and
-                behind the last are neither read nor written.
+                after the last are padding and are not read.
             paged_kv_cache: one tensor [max_num_pages, 2, page_size, num_kv_heads, head_dim] (NHD)
                 or [max_num_pages, 2, num_kv_heads, page_size, head_dim] (HND), or a tuple of two
                 without the dimension of 2, which may be strided views of their own. At page_size 1
@@ -199,8 +199,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             o_scale, use_fp16_softmax, uses_spcompress: None, or 1.0, False and False, only.
 
         Returns:
-            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows that
-            no request has are not written: in a fresh out they hold anything.
+            out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows of no
+            request are 0 in an out that the call allocates, -inf in such an lse, and untouched in
+            the caller's. A CUDA graph replays no such fill for rows that a later plan() gives up.
 
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is

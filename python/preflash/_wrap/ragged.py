@@ -119,7 +119,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
 
         Args:
             q: [at least qo_indptr[-1], num_qo_heads, head_dim]. Rows before the first request and
-                behind the last are neither read nor written.
+                after the last are padding and are not read.
             k: [at least kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, at least
                 kv_indptr[-1], head_dim] (HND); any strides but a contiguous last dimension.
             v: like k with head_dim_vo.

@@ -406,7 +406,7 @@ def test_wrong_queries_per_request(target):
     wrapper.plan(*table, q_data_type=HALF, q_len_per_req=2)
     with pytest.raises(ValueError, match="q_len_per_req"):
         wrapper.run(torch.cat([inputs.q, inputs.q[:4]]), inputs.cache)
-    with pytest.raises(ValueError, match="q_len_per_req = 12"):
+    with pytest.raises(ValueError, match="q_len_per_req=3 has exactly 12"):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
     more = torch.cat([inputs.q, inputs.q[:4]])
     for refused in (lambda: wrapper.run(more, inputs.cache, q_len_per_req=3),

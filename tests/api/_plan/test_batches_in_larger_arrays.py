@@ -1,6 +1,8 @@
 """Batches that are a part of larger arrays: indptr that start anywhere, padded q, long masks."""
 
+import contextlib
 import dataclasses
+import math
 
 import preflash
 import pytest
@@ -62,6 +64,27 @@ def shifted(inputs, where: str) -> dict:
         "paged_kv_last_page_len": inputs.last_page_len,
     }
     return {name: array.to(where) for name, array in arrays.items()}
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """Makes torch fill every new tensor with NaN, so that values nobody wrote are seen."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_blank_rows(inputs, out, lse, before: int) -> None:
+    """Checks results of requests, and 0 and -inf in the rows of no request."""
+    end = before + inputs.q.shape[0]
+    assert before or out.shape[0] > end
+    runner.compare(inputs, out[before:end], lse[before:end]).check()
+    for rows in (slice(0, before), slice(end, None)):
+        assert torch.all(out[rows].float() == 0.0)
+        assert torch.all(lse[rows] == -math.inf)
 
 
 def planned(inputs, target, arrays: dict):
@@ -137,6 +160,84 @@ def test_padded_q(target, case, layout):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     with pytest.raises(ValueError, match=r"q has shape .*at least qo_indptr\[-1\]"):
         wrapper.run(q[: rows - 1], *kv)
+
+
+@CASES
+@pytest.mark.parametrize("layout", ["NH", "HN"])
+@pytest.mark.parametrize("behind", [0, BEHIND])
+def test_rows_of_no_request_in_new_outputs(target, case, layout, behind):
+    inputs = build(case, device=target.device)
+    wrapper = planned(inputs, target, shifted(inputs, "cpu"))
+    q = padded(inputs.q, behind=behind)
+    kv = (inputs.cache,) if case.paged else (padded(inputs.k), padded(inputs.v))
+    with poisoned_memory():
+        out, lse = wrapper.run(q, *kv, return_lse=True, lse_layout=layout)
+        alone = wrapper.run(q, *kv)
+    check_blank_rows(inputs, out, lse if layout == "NH" else lse.t(), BEFORE)
+    assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("o_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_of_no_request_in_outputs_of_8_bit_queries(target, o_dtype):
+    case = dataclasses.replace(PAGED, dtype=torch.float8_e4m3fn, o_dtype=o_dtype)
+    inputs = build(case, device=target.device)
+    wrapper = planned(inputs, target, shifted(inputs, "cpu"))
+    with poisoned_memory():
+        out, lse = wrapper.run(padded(inputs.q), inputs.cache, return_lse=True)
+    check_blank_rows(inputs, out, lse, BEFORE)
+
+
+@pytest.mark.parametrize("lengths_on", ["cpu", "device"])
+def test_rows_of_no_request_in_one_call(target, lengths_on):
+    """trtllm_fmha_v2_prefill with its statistics, and cudnn_batch_prefill_with_kv_cache."""
+    case = dataclasses.replace(RAGGED, kv_lens=(40, 7, 90, 1))
+    inputs = build(case, device=target.device)
+    where = "cpu" if lengths_on == "cpu" else target.device
+    q, k, v = padded(inputs.q, before=0), inputs.k, inputs.v
+    qo_indptr, kv_indptr = inputs.qo_indptr.to(where), inputs.kv_indptr.to(where)
+    kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=where)
+    scale = case.head_dim**-0.5
+    with poisoned_memory():
+        out, stats = preflash.trtllm_fmha_v2_prefill(
+            (q, k, v), "SEPARATE_Q_K_V", runner.workspace(target.device), seq_lens=kv_lens,
+            max_q_len=max(case.qo_lens), max_kv_len=max(case.kv_lens), bmm1_scale=scale,
+            bmm2_scale=1.0, batch_size=len(case.qo_lens), cum_seq_lens_q=qo_indptr,
+            cum_seq_lens_kv=kv_indptr, mask_mode="causal", save_softmax_stats=True,
+            backend=target.backend,
+        )  # fmt: skip
+    maximum, total = stats.unbind(-1)
+    lse = (maximum + total.log()) / math.log(2.0)
+    check_blank_rows(inputs, out, lse, before=0)
+    rows = inputs.q.shape[0]
+    assert torch.all(maximum[rows:] == -math.inf)
+    assert torch.all(total[rows:] == 0.0)
+
+
+def test_decode_takes_the_planned_rows_alone(target):
+    """Two requests and four rows of q: the last two are nobody's."""
+    case = Case("decode", (1, 1), (5, 21), 4, 2, 64, page_size=16)
+    inputs = build(case, device=target.device)
+    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
+        runner.workspace(target.device), backend=target.backend
+    )
+    wrapper.plan(
+        inputs.kv_indptr, inputs.indices, inputs.last_page_len, 4, 2, 64, 16, q_data_type=case.dtype
+    )
+    q = torch.cat([inputs.q, inputs.q])
+    message = r"q has 4 rows; a decode batch of 2 requests .* exactly 2: pass q\[:2\]"
+    for call in (wrapper.run, wrapper.run_return_lse, wrapper.forward):
+        with pytest.raises(ValueError, match=message):
+            call(q, inputs.cache)
+        with pytest.raises(ValueError, match="q has 1 rows"):
+            call(q[:1], inputs.cache)
+    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
+    # A later plan() with the tensors of this one counts its own rows.
+    wrapper.plan(
+        inputs.kv_indptr[:2], inputs.indices, inputs.last_page_len[:1], 4, 2, 64, 16,
+        q_data_type=case.dtype,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="q has 2 rows"):
+        wrapper.run(inputs.q, inputs.cache)
 
 
 @pytest.mark.parametrize("which", ["out", "lse"])
