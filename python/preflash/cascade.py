@@ -113,7 +113,7 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges any number of states of every token and head.
+    """Merges any number of states of every token and head. No states give 0 and -inf.
 
     Args:
         v: [seq_len, num_states, num_heads, head_dim] float16, bfloat16 or float32.
@@ -124,10 +124,11 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     if check.traced():
         return torch.ops.preflash.merge_states(v, s)
     check.forward_only(v, s)
-    states = _checked("v", v, "s", s, dims=4)
+    v, s = _checked("v", v, "s", s, dims=4)
     if v.shape[1] == 0:
-        raise ValueError(f"v has shape {tuple(v.shape)}; must hold at least one state")
-    return _merge(states)
+        tokens, _, heads, head_dim = v.shape
+        return v.new_zeros((tokens, heads, head_dim)), s.new_full((tokens, heads), -torch.inf)
+    return _merge((v, s))
 
 
 def _checked(

@@ -63,6 +63,14 @@ def test_merge_states(target, count, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_states_merge_to_nothing(target, dtype):
+    v, s = states(target, 5, 0, 3, 64, dtype)
+    for out, lse in (preflash.merge_states(v, s), torch.ops.preflash.merge_states(v, s)):
+        assert torch.equal(out, target.to(torch.zeros(5, 3, 64, dtype=dtype)))
+        assert torch.equal(lse, target.to(torch.full((5, 3), -math.inf)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_merge_state_in_place(target, dtype, masked):
     v, s = states(target, 21, 2, 4, 64, dtype, seed=3)
