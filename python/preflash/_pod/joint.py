@@ -13,6 +13,7 @@ import torch
 from .. import _core
 from .._check import values as check
 from .._check.arguments import Result
+from .._check.lengths import debugging
 from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
 from .._compat.engine_attributes import forwards
@@ -146,6 +147,9 @@ class Joints:
     def run(
         self, key: Hashable, joint: Joint, prefill: SegmentRun, decode: SegmentRun
     ) -> tuple[Result, ...]:
+        graph = self._decode._graph
+        if graph is not None and debugging():
+            graph.check_buffers(self._decode._planned().asked.request.lengths.batch)
         was_shared = joint.launch.shared
         results = joint.launch.attend_to(*prefill, *decode)
         if joint.launch.shared and not was_shared:

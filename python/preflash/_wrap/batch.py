@@ -285,7 +285,10 @@ class BatchPrefillWrapper(EngineAttributes):
             if where is None:
                 workspace = workspace.beside()
         backend, plan = draft
-        return backend.place(workspace, plan, request, where)
+        run = backend.place(workspace, plan, request, where)
+        if self._graph is not None and _lengths.debugging():
+            run.attend_to = self._graph.checked(run.attend_to, request.lengths.batch)
+        return run
 
     def _planned(self) -> Planned:
         planned = self._state.planned

@@ -8,13 +8,14 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from .._check import values as check
+from .._check.arguments import Result
 from .._check.calls import BatchArguments, PagedPlanArguments
 from .._check.lengths import Lengths
 from .._check.request import Request
@@ -192,6 +193,41 @@ class GraphMode:
                 "wrapper with a larger one"
             )
 
+    def checked(
+        self, attend_to: Callable[..., Result], batch: _core.Batch
+    ) -> Callable[..., Result]:
+        """Returns attend_to behind a comparison of the buffers with the planned lengths, for
+        PREFLASH_DEBUG=1."""
+
+        def attend(*arguments: Any) -> Result:
+            self.check_buffers(batch)
+            return attend_to(*arguments)
+
+        return attend
+
+    def check_buffers(self, batch: _core.Batch) -> None:
+        """Raises ValueError where a length buffer holds other values than plan() read. Waits for
+        the GPU, so checks nothing under a capture."""
+        if self._device_stream.is_capturing():
+            return
+        buffers, paged = self.buffers, batch.page_size > 0
+        arrays = {
+            "qo_indptr_buf": (buffers.qo_indptr, batch.qo_indptr),
+            "paged_kv_indptr_buf" if paged else "kv_indptr_buf": (
+                buffers.kv_indptr,
+                batch.kv_indptr,
+            ),
+        }
+        if paged:
+            # The last page of a request without pages does not count.
+            owned = [i for i in range(batch.num_requests) if batch.kv_len(i) > 0]
+            last, planned = buffers.last_page_len.tolist(), batch.last_page_len
+            for i in owned:
+                _check_planned(_LAST_PAGE_LEN, i, last[i], planned[i])
+        for name, (buffer, planned) in arrays.items():
+            for i, (now, then) in enumerate(zip(buffer.tolist(), planned, strict=True)):
+                _check_planned(name, i, now, then)
+
     # What plan() does once nothing is refused any more.
 
     def order_behind_runs(
@@ -281,6 +317,14 @@ class GraphMode:
             "the stream is being captured into a CUDA graph, and these options need a plan of "
             f"their own, for which {len(self._reserve)} of {_RESERVED} reserved work lists are "
             "left: call it once before the capture"
+        )
+
+
+def _check_planned(name: str, i: int, now: int, planned: int) -> None:
+    if now != planned:
+        raise ValueError(
+            f"{name}[{i}] = {now}, and plan() read {planned}: run() and replays use the lengths of "
+            "plan(), not those that the buffer holds; call plan() after every change of lengths"
         )
 
 

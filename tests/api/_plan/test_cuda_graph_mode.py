@@ -159,6 +159,32 @@ def test_page_indices_are_read_when_a_run_is(target):
     stage.check(inputs)
 
 
+@CASES
+def test_lengths_changed_in_the_buffers(target, like, monkeypatch):
+    """run() computes the lengths of plan(); PREFLASH_DEBUG=1 refuses buffers that hold others."""
+    names = ["qo_indptr_buf", "paged_kv_indptr_buf" if like.paged else "kv_indptr_buf"]
+    names += ["paged_kv_last_page_len_buf"] * like.paged
+    for debug in ("0", "1"):
+        monkeypatch.setenv("PREFLASH_DEBUG", debug)
+        stage = staged(like, target)
+        inputs = stage.make(*FIRST, on_host=False)
+        stage.plan(inputs)
+        for name in names:
+            buffer = stage.buffers[name]
+            planned = int(buffer[1])
+            buffer[1] = planned + 1
+            if debug == "1":
+                match = rf"{name}\[1\] = {planned + 1}, and plan\(\) read {planned}: .*call plan"
+                with pytest.raises(ValueError, match=match):
+                    stage.run()
+            else:
+                stage.run()
+                stage.check(inputs)
+            buffer[1] = planned
+        stage.run()
+        stage.check(inputs)
+
+
 @pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED])
 @pytest.mark.parametrize("like", [PAGED, RAGGED], ids=lambda case: case.name)
 def test_masks_in_their_buffers(target, like, kind):
