@@ -108,14 +108,15 @@ def trtllm_fmha_v2_prefill(
         backend: "auto", "fa2", "fa3" or "cpu".
 
     Returns:
-        out, or (out, stats) with save_softmax_stats. Rows that no request has are not written.
+        out, or (out, stats) with save_softmax_stats. Rows of no request are 0 in an out that the
+        call allocates, untouched in the caller's, and -inf and 0 in stats.
 
     Raises:
         TypeError, ValueError: an argument is wrong; nothing was launched.
         NotImplementedError: no compiled kernel serves it.
         RuntimeError: the call needs a plan while its stream is being captured.
     """
-    a = SimpleNamespace(**locals(), lse=None, return_lse=False, mixed=False)
+    a = SimpleNamespace(**locals(), lse=None, return_lse=False, mixed=False, draft_mask=None)
     check.not_traced()
     return run.run(arguments.checked(a))
 

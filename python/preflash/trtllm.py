@@ -81,7 +81,8 @@ def trtllm_batch_context_with_kv_cache(
         The others are those of trtllm_fmha_v2_prefill.
 
     Returns:
-        out, or (out, lse) with return_lse. Rows that no request has are not written.
+        out, or (out, lse) with return_lse. Rows of no request are 0 in an out that the call
+        allocates, -inf in such an lse, and untouched in the caller's.
 
     Raises as trtllm_fmha_v2_prefill, and NotImplementedError for options of other kernels.
     """
@@ -165,9 +166,11 @@ def trtllm_batch_decode_with_kv_cache(
             numbers of queries differ, and the largest.
         o_scale: what 8-bit outputs are to be multiplied by later. bmm2_scale is divided by it
             already: without effect. 1 or None with other outputs.
-        mask: None, or that which the queries have: [batch_size, q_len_per_req, words], bits of key
-            j of the request's last q_len_per_req in words of 16 or 32. Not read where backend is
-            "trtllm-gen", as there; elsewhere one on the GPU is waited for.
+        mask: [batch_size, q_len_per_req, words] of 16 or 32 bits, a draft tree: bit j of row i
+            keeps key j of the request's last q_len_per_req for query i, and every query keeps the
+            keys before. None is causal. The host waits for a mask on the GPU; one that is not
+            causal also costs a wait for seq_lens and a plan in each call, and cannot be captured
+            into a CUDA graph. Not read with backend="trtllm-gen", as in FlashInfer.
         enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, request_order,
         request_order_plan: their defaults only.
         bf16q_fp8kv_transform_mode: None, "k_only" or "separate_kv", without effect.
@@ -191,12 +194,12 @@ def trtllm_batch_decode_with_kv_cache(
     q_dtype = check.is_tensor("query", query).dtype
     _check_o_scale(o_scale, arguments.out_dtype_of(out, out_dtype, q_dtype))
     lengths = direct.lengths_of("seq_lens", seq_lens)
-    batch_size = lengths.numel()
+    batch_size, draft_mask = lengths.numel(), None
     if cum_seq_lens_q is None:
         max_q_len = _uniform(max_q_len, q_len_per_req, query, batch_size)
         cum_seq_lens_q = direct.uniform_indptr(batch_size, max_q_len, lengths)
         if mask is not None and backend != "trtllm-gen":
-            _check_causal(mask, batch_size, max_q_len)
+            draft_mask = _draft_mask(mask, batch_size, max_q_len)
     elif mask is not None:
         raise NotImplementedError("mask with cum_seq_lens_q: leave it None")
     elif max_q_len is None or q_len_per_req not in (None, 1):
@@ -213,7 +216,7 @@ def trtllm_batch_decode_with_kv_cache(
         {**_NAMES, "max_kv_len": "max_seq_len"}, given, causal=True, qkv=(query, cache),
         input_layout=layout, seq_lens=lengths, max_q_len=max_q_len, max_kv_len=max_seq_len,
         bmm1_scale=bmm1_scale, batch_size=batch_size, cum_seq_lens_q=cum_seq_lens_q,
-        block_tables=block_tables,
+        block_tables=block_tables, draft_mask=draft_mask,
     )  # fmt: skip
 
 
@@ -244,24 +247,36 @@ def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) ->
     return each
 
 
-def _check_causal(mask: Any, batch_size: int, q_len: int) -> None:
-    """Refuses another than the causal mask of the queries of a request."""
+def _draft_mask(mask: Any, batch_size: int, q_len: int) -> torch.Tensor | None:
+    """Unpacks a mask to [batch_size, q_len, q_len] bool on the CPU. Returns None for the causal
+    mask, which kernels compute from lengths."""
     mask = check.tensor("mask", check.is_tensor("mask", mask))
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "mask is read on the host, which a capture does not allow; leave it None: the queries "
             "of a request are causal among themselves"
         )
+    if mask.dim() != 3 or mask.shape[:2] != (batch_size, q_len) or mask.is_floating_point():
+        raise ValueError(
+            f"mask is {mask.dtype} and has shape {tuple(mask.shape)}; must be integers "
+            f"[batch_size, q_len_per_req, words] = [{batch_size}, {q_len}, words]"
+        )
     mask = mask.cpu().contiguous().view(torch.uint8)
     bits = ((mask[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(-2)
-    causal = torch.ones(q_len, q_len, dtype=torch.uint8, device="cpu").tril()
-    if bits.shape[:-1] != (batch_size, q_len) or not torch.equal(
-        bits[..., :q_len], causal.expand(batch_size, -1, -1)
-    ):
-        raise NotImplementedError(
-            "mask: only the causal one, [batch_size, q_len_per_req, words], is served; use "
-            "BatchPrefillWithPagedKVCacheWrapper with custom_mask"
+    if bits.shape[-1] < q_len:
+        raise ValueError(
+            f"mask has {bits.shape[-1]} bits for each query; must have q_len_per_req = {q_len}"
         )
+    kept = bits[..., :q_len].to(torch.bool)
+    causal = torch.ones(q_len, q_len, dtype=torch.bool, device="cpu").tril()
+    if torch.equal(kept, causal.expand_as(kept)):
+        return None
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "mask is not causal, so that this call makes a plan, which a capture does not allow; "
+            "use BatchPrefillWithPagedKVCacheWrapper with use_cuda_graph=True and custom_mask"
+        )
+    return kept
 
 
 def _check_o_scale(o_scale: Any, wanted: torch.dtype) -> None:

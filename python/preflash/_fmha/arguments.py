@@ -67,8 +67,9 @@ class FmhaCall(NamedTuple):
 
 
 def checked(a: SimpleNamespace) -> FmhaCall:
-    """a: the arguments by name; beside them lse, return_lse and mixed: whether k and v may have a
-    dtype of their own."""
+    """Checks the arguments `a`, by name. Beside those of trtllm_fmha_v2_prefill it has lse,
+    return_lse, mixed (whether k and v may have a dtype of their own) and draft_mask: None, or bool
+    [batch_size, q_len, q_len] on the CPU, which queries keep which of the request's last keys."""
     per_head = PerHead(sinks=_one_tensor("sinks", a.sinks))
     operands = _operands_of(a.qkv, a.input_layout, mixed=a.mixed)
     device = operands.q.device
@@ -134,7 +135,8 @@ def _options(
         q_dtype=check.CORE_DTYPES[q.dtype],
         kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
         o_dtype=check.CORE_DTYPES[o_dtype],
-        causal=mode != "padding",
+        causal=mode != "padding" and a.draft_mask is None,
+        mask=_core.Mask.bounds if a.draft_mask is None else _core.Mask.custom,
         window_left=window if mode == "sliding_window" else -1,
         chunk_size=_chunk_size(a.chunked_attention_size, mode == "chunked"),
         position=_POSITIONS[_mode("pos_encoding_mode", position, _POSITIONS)],

@@ -21,6 +21,7 @@ _UNSAID = {
     "chunked_attention_size": 0,
     "save_softmax_stats": False,
     "skip_softmax_threshold_scale_factor": None,
+    "draft_mask": None,
 }
 
 

@@ -182,6 +182,12 @@ def _check_longest(name: str, limit: int, found: list[int], of: str) -> None:
         raise ValueError(f"{name}={limit}: request {found.index(longest)} has {longest} {of}")
 
 
+def brought_to_host(lengths: FmhaLengths) -> FmhaLengths:
+    """Waits for the lengths. The page table stays where it is."""
+    qo_indptr, kv_indptr, kv_lens = (x if x is None else x.cpu() for x in lengths[:3])
+    return lengths._replace(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_lens=kv_lens)
+
+
 def exact(lengths: FmhaLengths) -> Lengths:
     """What is planned for lengths on the host; the pages stay where the page table is."""
     if lengths.pages is None:

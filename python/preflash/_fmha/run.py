@@ -16,7 +16,7 @@ from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._device.workspace import Workspace
-from .._plan import pipeline, prepass
+from .._plan import masks, pipeline, prepass
 from .._run.variant import PlannedVariant, run_memory
 from . import lengths as fmha_lengths
 from .arguments import FmhaCall
@@ -44,6 +44,8 @@ def run(call: FmhaCall) -> Result:
         backend = backends.choose(call.backend, device_stream.device, call.options)
         if backend.supports(device_stream.device, call.options) is not None:
             call, lengths = _in_16_bits(call, lengths)
+    if call.given.draft_mask is not None:  # whose plan needs the lengths on the host
+        lengths = fmha_lengths.brought_to_host(lengths)
     if lengths.on_host:
         return _run_exact(call, lengths, device_stream)
     return _run_within_bounds(call, lengths, device_stream)
@@ -88,9 +90,15 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
 
 
 def _planned(call: FmhaCall, lengths: Lengths, workspace: Workspace) -> PlannedVariant:
+    device_stream, draft_mask = workspace.device_stream, call.given.draft_mask
     request = pipeline.make_request(
-        call.options, workspace.device_stream.device, lengths, call.operands.kv_layout, masked=False
-    )
+        call.options, device_stream.device, lengths, call.operands.kv_layout,
+        masked=draft_mask is not None,
+    )  # fmt: skip
+    if draft_mask is not None:
+        dense = masks.of_drafts(draft_mask, lengths.batch, device_stream.device)
+        mask = masks.owned_mask(dense, False, lengths.batch, device_stream)
+        request = request._replace(mask=mask)
     return pipeline.made(workspace, call.backend, request)
 
 
@@ -144,9 +152,12 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     outputs = Outputs(None if converts else out, lse, call.return_lse)
     if call.stats_scale is not None:
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
+        if variant.request.lengths.batch.may_leave_rows(q.shape[0]):
+            stats[..., 0].fill_(-torch.inf)  # the maximum of no key
+            stats[..., 1].zero_()
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)
     partials = call.given.workspace_buffer if variant.plan.float_bytes > 0 else None
-    memory = run_memory(partials, per_head=call.per_head)
+    memory = run_memory(partials, variant.request.mask, call.per_head)
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
     result = variant.attend_to(q, kv, scales, outputs, memory)

@@ -72,6 +72,13 @@ def check_mask(
             f"{name} has shape {tuple(mask.shape)}, {mask.numel()} elements; must have at least "
             f"{count}: {meaning}"
         )
+    if name == "packed_custom_mask" and mask.numel() == batch.mask_elements > count:
+        raise ValueError(
+            f"packed_custom_mask has {mask.numel()} elements, as many as a dense mask of these "
+            f"requests, and {count} bytes would be read as bits: pass a dense mask as custom_mask=, "
+            "or pack it first: packbits(mask.flatten(), bitorder='little') of one request, "
+            "segment_packbits of a batch"
+        )
     return mask.reshape(-1)[:count].contiguous()
 
 
@@ -172,6 +179,21 @@ def written_out(batch: _core.Batch, device: torch.device, keeps: Keeps) -> torch
         mask[begin:end].view(rows, columns).copy_(keeps(request, positions[:, None], keys[None]))
         begin = end
     return mask
+
+
+def of_drafts(kept: torch.Tensor, batch: _core.Batch, device: torch.device) -> torch.Tensor:
+    """The masks of a batch whose queries are drafts, flat bool. kept [num_requests, q_len, q_len]:
+    which of its last q_len keys a request's queries keep; they keep all keys before."""
+    kept = sent(kept, device) if device.type == "cuda" else kept
+    q_len = kept.shape[-1]
+
+    def keeps(request: int, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        drafts = min(q_len, keys.numel())
+        mask = torch.ones(positions.numel(), keys.numel(), dtype=torch.bool, device=device)
+        mask[:, keys.numel() - drafts :] = kept[request, :, q_len - drafts :]
+        return mask
+
+    return written_out(batch, device, keeps)
 
 
 _ALONE = Items._fields[1:]

@@ -117,6 +117,12 @@ COMMON_PLAN = [
         "packed_custom_mask",
     ),
     Mistake(
+        "packed_dense",
+        mask_of(MASK_SIZE, torch.uint8, "packed_custom_mask"),
+        rf"packed_custom_mask has {MASK_SIZE} elements, as many as a dense mask .*custom_mask=.*"
+        "segment_packbits",
+    ),
+    Mistake(
         "packed_bool", mask_of(PACKED_SIZE, torch.bool, "packed_custom_mask"), "packed_custom_mask"
     ),
     Mistake("split_size_text", put("fixed_split_size", "many"), "fixed_split_size"),
@@ -488,6 +494,11 @@ SINGLE = [
     Mistake("mask_shape", put("custom_mask", torch.ones(9, 29).bool()), "custom_mask"),
     Mistake("mask_float", put("custom_mask", torch.ones(9, 30)), "custom_mask"),
     Mistake("packed_size", put("packed_custom_mask", torch.ones(33).byte()), "packed_custom_mask"),
+    Mistake(
+        "packed_dense",
+        put("packed_custom_mask", torch.ones(9, 30).byte()),
+        r"as many as a dense mask .*custom_mask=.*packbits\(mask.flatten\(\)",
+    ),
     Mistake("rope_scale_alone", put("rope_scale", 2.0), "rope_scale"),
     Mistake("rope_theta_zero", put("rope_theta", 0), "rope_theta"),
     Mistake("encoding", put("pos_encoding_mode", "?"), "pos_encoding_mode"),

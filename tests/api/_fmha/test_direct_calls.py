@@ -265,17 +265,75 @@ def test_masks_of_queries_that_are_causal(target):
     words = causal.to(torch.int32)[..., None].view(torch.uint16)
     for mask in (words, words.view(torch.uint32), words.to(target.device)):
         assert torch.equal(decode(inputs, target, mask=mask), expected)
-    causal[1, 0] = 3  # query 0 of request 1 keeps key 1
-    for mask in (causal.to(torch.int32)[..., None].view(torch.uint16), words[:2]):
-        with pytest.raises(NotImplementedError, match="mask: only the causal one"):
+    for mask in (words[:2], words[:, :2], words[0], words.float()):
+        with pytest.raises(ValueError, match=r"mask is .*\[batch_size, q_len_per_req, words\]"):
             decode(inputs, target, mask=mask)
+    with pytest.raises(ValueError, match="mask has 0 bits for each query"):
+        decode(inputs, target, mask=words[..., :0])
     rows = {"max_q_len": 3, "cum_seq_lens_q": inputs.qo_indptr}
     with pytest.raises(NotImplementedError, match="mask with cum_seq_lens_q"):
         decode(inputs, target, **rows, q_len_per_req=None, mask=words)
 
 
+DRAFTS = dataclasses.replace(
+    CONTEXT, name="drafts", qo_lens=(4, 4, 4), kv_lens=(30, 77, 2), mask=MaskKind.CUSTOM
+)
+FULL = torch.ones(3, 4, 4, dtype=torch.bool)
+TREES = {
+    "full": FULL,
+    "a tree with its root": FULL.tril() & ~torch.eye(4, dtype=torch.bool).roll(-1, 1),
+    "no draft": ~FULL,
+    "random": torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(5)) < 0.5,
+}
+
+
+def with_tree(inputs, tree: torch.Tensor):
+    """The inputs with the mask of a tree, and the argument that says it."""
+    masks = []
+    for kept, kv_len in zip(tree, inputs.case.kv_lens, strict=True):
+        mask = torch.ones(4, kv_len, dtype=torch.bool)
+        mask[:, max(kv_len - 4, 0) :] = kept[:, max(4 - kv_len, 0) :]
+        masks.append(mask.to(inputs.q.device))
+    words = (tree.to(torch.int32) << torch.arange(4)).sum(-1, dtype=torch.int32)[..., None]
+    return dataclasses.replace(inputs, masks=masks), words.view(torch.uint16)
+
+
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_draft_trees(target, tree, changes):
+    case = dataclasses.replace(DRAFTS, **changes)
+    inputs, words = with_tree(build(case, device=target.device), tree)
+    for place in places(target):
+        options = {"mask": words.to(place), "return_lse": True}
+        check(inputs, decode(inputs, target, place, **options))
+        out = comparison.poison(inputs.q.shape, case.dtype, inputs.q.device)
+        assert decode(inputs, target, place, mask=words, out=out) is out
+        check(inputs, out)
+
+
+def test_draft_trees_are_exact_means(target):
+    """Every mask of two queries: with equal logits an output counts the keys that are kept."""
+    case = dataclasses.replace(DRAFTS, qo_lens=(2,) * 16, kv_lens=(2, 3) * 8, num_kv_heads=4)
+    inputs = build(case, device=target.device)
+    inputs.q.zero_()
+    inputs.cache.zero_()
+    table = table_of(inputs)
+    bits = torch.arange(16)[:, None] >> torch.arange(4) & 1
+    for page in table[:, 0].tolist():  # v [heads, page_size, head_dim] is one-hot by key
+        inputs.cache[page, 1].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    words = (bits.view(16, 2, 2) << torch.arange(2)).sum(-1, dtype=torch.int32)[..., None]
+    out = decode(inputs, target, mask=words.view(torch.uint16)).view(16, 2, 4, 64).cpu()
+    for request, kv_len in enumerate(case.kv_lens):
+        kept = torch.ones(2, kv_len)
+        kept[:, kv_len - 2 :] = bits[request].view(2, 2)
+        mean = kept / kept.sum(-1, keepdim=True).clamp(min=1.0)
+        expected = torch.zeros(2, 4, 64)
+        expected[..., :kv_len] = mean[:, None]
+        assert torch.equal(out[request], expected.to(case.dtype))
+
+
 REFUSED = {
-    "mask": (decode, NotImplementedError, {"mask": torch.ones(1)}),
+    "mask is": (decode, ValueError, {"mask": torch.ones(1)}),
     "o_sf_scale": (decode, NotImplementedError, {"o_sf_scale": 1.0}),
     "cp_world": (decode, NotImplementedError, {"cp_world": 2}),
     "out_dtype": (context, NotImplementedError, {"out_dtype": "nvfp4"}),

@@ -197,6 +197,15 @@ def test_a_packed_mask_takes_precedence(target):
     check_sides(both, run(wrapper, *both, custom_mask_p=None, packed_custom_mask_p=packed))
 
 
+def test_a_dense_mask_is_no_packed_one(target):
+    both = built(PAIRS["masked"], target)
+    wrapper = made(target, both[1].case)
+    plan(wrapper, both[1])
+    dense = both[0].masks[0].to(torch.uint8)
+    with pytest.raises(ValueError, match=r"packed_custom_mask has .* custom_mask="):
+        run(wrapper, *both, custom_mask_p=None, packed_custom_mask_p=dense)
+
+
 def test_a_mask_of_integers(target):
     both = built(PAIRS["masked"], target)
     wrapper = made(target, both[1].case)
@@ -334,7 +343,7 @@ def test_wrong_tensors(target):
         wrapper.run(None, k, v, both[1].q, cache)
     with pytest.raises(ValueError, match=r"prefill side: v has \d+ tokens and k"):
         wrapper.run(q, k, v[:-1], both[1].q, cache)
-    with pytest.raises(ValueError, match="decode side: q has shape"):
+    with pytest.raises(ValueError, match="decode side: q has 4 rows"):
         wrapper.run(q, k, v, both[1].q[:-1], cache)
     with pytest.raises(TypeError, match="decode side: q is torch"):
         wrapper.run(q, k, v, both[1].q.half(), cache)
