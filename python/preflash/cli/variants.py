@@ -15,14 +15,6 @@ from .machine import gpu_kernels_absent
 _NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "second_tile", "smem_bytes")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    families = [f"{f.name} ({_core.traits_of(f).backend})" for f in _core.families()]
-    parser.add_argument("--family", help=f"or its backend: {', '.join(families)}")
-    parser.add_argument("--dtype", help="of q: f16, bf16, f32, e4m3")
-    parser.add_argument("--head-dim", help="what serves it: 64, 128, 192x128, ...")
-    parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
-
-
 def execute(args: argparse.Namespace) -> int:
     kernels = sorted(_core.kernels(), key=lambda kernel: kernel["id"])
     serving = None if args.head_dim is None else _ids_that_serve(args.head_dim, kernels)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 
 import torch
 
@@ -29,42 +28,6 @@ _KINDS = {
     "fmha": (fmha_rows_for, fmha_calls, fmha_table),
 }
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    file = {"metavar": "FILE", "type": pathlib.Path}
-    named = "only rows whose name contains this; or one of several with commas"
-    parser.add_argument("--rows", default="", help=named)
-    parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest on this machine")
-    parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
-    parser.add_argument("--json", **file, help="write results to FILE")
-    drawn = "draw the results into FILE.png, .svg or .pdf (pip install 'preflash[trace]')"
-    parser.add_argument("--plot", **file, help=drawn)
-    parser.add_argument(
-        "--compare",
-        metavar=("A.json", "B.json"),
-        nargs=2,
-        type=pathlib.Path,
-        help="measure nothing: how much faster report B is than report A, row by row",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="measure nothing: record when and where each work item of one launch ran. The row is "
-        "the first that --rows names, else the first of prefill beside decode. FILE.json is a "
-        "trace for ui.perfetto.dev, FILE.png, .svg or .pdf a picture (pip install "
-        "'preflash[trace]'), FILE without an ending both, FILE.json and FILE.png. On a GPU it "
-        "takes kernels built with PREFLASH_TRACE=ON",
-    )
-    parser.add_argument("--quick", action="store_true", help="few small rows, few repeats")
-    parser.add_argument("--repeats", type=_positive, help="samples per call; the median counts")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def execute(args: argparse.Namespace) -> int:
