@@ -22,6 +22,8 @@ def test_plots_and_compares(preflash_command, tmp_path):
     report = json.loads((tmp_path / "a.json").read_text())
     for row in report["rows"]:
         row["us"] = {name: us / 2 for name, us in row["us"].items()}
+        assert row["dtype"] == "bfloat16"
+        row["dtype"] = "bf16"  # the same row: a report may have either name
     (tmp_path / "b.json").write_text(json.dumps(report))
     done = preflash_command("bench", "--compare", "a.json", "b.json")
     assert done.code == 0

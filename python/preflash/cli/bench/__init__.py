@@ -10,10 +10,11 @@ import torch
 
 import preflash
 
+from ..._check import values as check
 from ...testing.case import flops
 from .. import CommandError, check_writable
 from ..console import progress
-from ..machine import Place, choose_places
+from ..machine import Place, choose_places, long_name
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
 from .measure import Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
@@ -27,7 +28,7 @@ _KINDS = {
     "pod": (pod_rows_for, pod_calls, pod_table),
     "fmha": (fmha_rows_for, fmha_calls, fmha_table),
 }
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+_DTYPES = ("bf16", "f16", "f32")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -87,9 +88,11 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> dict[str, list[Bench
     """By kind."""
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
     asked = (args.dtype or default).split(",")
-    if unknown := [name for name in asked if name not in _DTYPES]:
-        raise CommandError(f"--dtype {unknown[0]}: there are {', '.join(_DTYPES)}")
-    dtypes = [_DTYPES[name] for name in asked]
+    known = {long_name(name): check.SHORT_DTYPES[name] for name in _DTYPES}
+    if unknown := [name for name in asked if long_name(name) not in known]:
+        there = ", ".join(f"{short} ({long})" for short, long in zip(_DTYPES, known, strict=True))
+        raise CommandError(f"--dtype {unknown[0]}: there are {there}")
+    dtypes = list(dict.fromkeys(known[long_name(name)] for name in asked))
     if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
     chosen, names = {}, []

@@ -14,7 +14,7 @@ import torch
 from ...testing import timing
 from .. import CommandError
 from ..console import Table
-from ..machine import Place
+from ..machine import Place, long_name
 from .measure import OURS
 
 _DENSE = re.compile(r"dense (d\d+) s(\d+) (\w+)")
@@ -116,4 +116,4 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 def _times_by_row(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, float]]:
     rows = (row for kind in ("rows", "pod", "fmha") for row in document.get(kind, []))
-    return {(row["name"], row["dtype"]): row["us"] for row in rows}
+    return {(row["name"], long_name(row["dtype"])): row["us"] for row in rows}
