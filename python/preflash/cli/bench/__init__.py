@@ -15,10 +15,11 @@ from ...testing.case import flops
 from .. import CommandError, check_writable
 from ..console import progress
 from ..machine import Place, choose_places, long_name
+from . import plot
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
 from .measure import Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
-from .reports import compare, draw, roof
+from .reports import compare
 from .rows import BenchRow, Row, rows_for
 from .trace import PICTURES, trace, why_no_picture
 
@@ -32,13 +33,17 @@ _DTYPES = ("bf16", "f16", "f32")
 
 
 def execute(args: argparse.Namespace) -> int:
+    _check_report(args)
     if args.compare is not None:
-        print(compare(args.compare))
+        print(compare(args.compare, args.plot))
         return 0
     place = choose_places(args.backend)[0]
-    _check_report(args)
     chosen = _chosen_rows(args, place)
     rows, pods = chosen["rows"], chosen["pod"]
+    if args.plot is not None and not any(plot.can_draw(row.name) for row in rows):
+        raise CommandError(
+            f"--plot {args.plot}: draws the {plot.DRAWN}, and --rows {args.rows} names none"
+        )
     if args.trace is not None:
         trace(args.trace, place, (rows if args.rows else []) or [*pods, *rows])
         return 0
@@ -58,18 +63,22 @@ def execute(args: argparse.Namespace) -> int:
         document[key] = [_as_json(one) for one in tables[key]]
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
-    if args.plot is not None:
-        dtype = rows[0].case.dtype if rows else torch.bfloat16
-        machine["roof"] = roof(place, dtype)
-        draw(document, args.plot)
+        print(f"wrote {args.json}")
     failures = [one for results in tables.values() for one in results if one.failure]
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
+    if args.plot is not None:
+        drawn, count = plot.timed(document["rows"]), sum(map(len, tables.values()))
+        title = "preflash {preflash} {backend}, {name}".format_map(machine)
+        plot.draw(drawn, title, args.plot, plot.roofs(place, drawn))
+        print(f"wrote {args.plot}: {len(drawn)} of {count} rows, the {plot.DRAWN}")
     return 1 if failures else 0
 
 
 def _check_report(args: argparse.Namespace) -> None:
     """Refuses what could not be written once the work is done."""
+    if args.trace is not None and args.compare is not None:
+        raise CommandError(f"--trace {args.trace}: --compare runs nothing; leave one of them out")
     if args.plot is not None and (why := why_no_picture()):
         raise CommandError(f"--plot {args.plot}: {why}")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
@@ -77,6 +86,8 @@ def _check_report(args: argparse.Namespace) -> None:
             continue
         if args.trace is not None:
             raise CommandError(f"{option} {path}: --trace measures nothing; leave one of them out")
+        if args.compare is not None and option == "--json":
+            raise CommandError(f"--json {path}: --compare measures nothing; leave one of them out")
         if path.is_dir():
             raise CommandError(f"{option} {path}: it is a directory")
         if option == "--plot" and path.suffix not in PICTURES:
