@@ -44,7 +44,8 @@ class Place:
 
 
 def long_name(dtype: str) -> str:
-    """Torch's name of a dtype given by either name: "bfloat16" for "bf16". An unknown one stays."""
+    """Returns torch's name of a dtype given by either name: "bfloat16" for "bf16"; an unknown name
+    as it is."""
     try:
         return str(check.dtype("dtype", dtype)).removeprefix("torch.")
     except ValueError:
