@@ -7,7 +7,15 @@ package. `patch_flashinfer()` puts them into an installed flashinfer, for engine
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+from . import _command
+
+if _command.is_starting():
+    # Help, the version and usage errors end the process here, before torch is imported. Every other
+    # import is eager: programs rely on it that `import preflash` registers its torch operators.
+    _command.parse(sys.argv[1:])
 
 from . import _core, attention, cascade, cudnn, decode, page, pod, prefill, quantization, sparse
 from ._compat.patch import patch_flashinfer
@@ -38,3 +46,8 @@ __all__ += pod.__all__
 __all__ += prefill.__all__
 __all__ += quantization.__all__
 __all__ += sparse.__all__
+
+
+def __dir__() -> list[str]:
+    """Lists the public names: __all__ and those of every module (__file__, ...)."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

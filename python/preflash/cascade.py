@@ -248,6 +248,18 @@ class MultiLevelCascadeAttentionWrapper:
     def is_cuda_graph_enabled(self) -> bool:
         return self._levels[0].is_cuda_graph_enabled
 
+    @property
+    def variant(self) -> str | None:
+        """The id of each level's kernel, in the order of the levels; None before plan()."""
+        ids = [level.variant for level in self._levels]
+        return None if None in ids or not self._in_step else ", ".join(ids)
+
+    def __repr__(self) -> str:
+        name, level = type(self).__name__, self._levels[0]
+        planned = "not planned" if self.variant is None else f"variant={self.variant!r}"
+        where = f"kv_layout={level._kv_layout!r}, device='{level.device}'"
+        return f"{name}(num_levels={self._num_levels}, {where}, {planned})"
+
     prewarm_paged_kv_stride_variant = (
         BatchPrefillWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant
     )
@@ -329,6 +341,15 @@ class _SharedPrefixWrapper:
     @tells_nearest
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         self._own = self._kind(float_workspace_buffer, kv_layout)
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel that begin_forward() chose for the requests' own pages; None before.
+        forward() chooses that of the prefix."""
+        return self._own.variant
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._own!r})"
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor

@@ -72,6 +72,41 @@ def test_a_head_dim_finds_what_serves_it(monkeypatch, capsys, size, ids):
     assert {kernel["id"] for kernel in listed(capsys, "--head-dim", size)} == ids
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ((), ["64", "128", "256", "192x128", "64", "256"]),
+        (("--head-dim", "128"), ["128", "up to 256"]),
+        (("--head-dim", "128x128"), ["128", "up to 256"]),
+        (("--head-dim", "80"), ["up to 128", "up to 256"]),
+        (("--head-dim", "192"), ["192x128", "up to 256", "up to 256"]),
+    ],
+)
+def test_a_larger_head_dim_says_up_to_which(monkeypatch, capsys, arguments, shown):
+    tile = {"n": 64, "stages": 2, "warps": 4}
+    build = [{**row, "kv_dtype": row["q_dtype"], "tile": {"m": 64, **tile}} for row in BUILD]
+    monkeypatch.setattr(_core, "kernels", lambda: build)
+    assert cli.main(["variants", *arguments]) == 0
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    column = [cells[5].strip() for cells in lines if "fa3" in "".join(cells[2:3])]
+    assert sorted(column) == sorted(shown)
+
+
+def test_the_cpu_serves_any_head_dim_with_its_largest(capsys):
+    assert cli.main(["variants", "--family", "cpu", "--head-dim", "128"]) == 0
+    assert capsys.readouterr().out.count("up to 512") == len(listed(capsys, "--family", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [("bf16", "bfloat16"), ("f16", "float16"), ("f32", "float32"), ("e4m3", "float8_e4m3fn")],
+)
+def test_a_dtype_has_two_names(capsys, short, long):
+    chosen = listed(capsys, "--family", "cpu", "--dtype", short)
+    assert {kernel["q_dtype"] for kernel in chosen} == {short}
+    assert listed(capsys, "--family", "cpu", "--dtype", long) == chosen
+
+
 @pytest.mark.parametrize("size", ["8", "64", "80", "128", "192", "192x128", "256", "512"])
 def test_every_head_dim_is_served_by_the_cpu(capsys, size):
     """Its one kernel has the largest size; it is what plan() takes."""

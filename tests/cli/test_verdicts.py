@@ -115,7 +115,11 @@ def test_a_backend_that_is_not_here_is_refused(capsys, command):
     ("arguments", "message"),
     [
         (["--rows", "nothing like it"], "names no row"),
-        (["--dtype", "f64"], "--dtype f64"),
+        (
+            ["--dtype", "f64"],
+            "--dtype f64: there are bf16 (bfloat16), f16 (float16)",
+        ),
+        (["--dtype", "bf16,e4m3"], "--dtype e4m3: there are bf16"),
     ],
 )
 def test_bench_refuses_what_it_does_not_have(capsys, arguments, message):

@@ -24,6 +24,18 @@ CORE_DTYPES = {getattr(torch, name): core for name, core in _core.DType.__member
 TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
 WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Short names of dtypes, those in the ids of kernels first; torch has the long ones.
+SHORT_DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 FP8_QUERY = torch.float8_e4m3fn
 # Queries of this dtype are converted, which is exact, to that of the output.
 CONVERTED_QUERY = torch.float8_e5m2
@@ -194,14 +206,17 @@ def soft_cap(name: str, value: Any) -> float:
 
 
 def dtype(name: str, value: Any) -> torch.dtype:
-    """A torch.dtype, or its name, such as "float16"."""
+    """Returns the torch.dtype that `value` is or names: "float16", "torch.float16" or "f16"."""
     if isinstance(value, torch.dtype):
         return value
     if isinstance(value, str):
-        found = getattr(torch, value.removeprefix("torch."), None)
+        found = SHORT_DTYPES.get(value) or getattr(torch, value.removeprefix("torch."), None)
         if isinstance(found, torch.dtype):
             return found
-        raise ValueError(f"{name}={value!r}: not the name of a torch dtype, such as 'float16'")
+        short = ", ".join(SHORT_DTYPES)
+        raise ValueError(
+            f"{name}={value!r}: not the name of a torch dtype, such as 'float16', or one of {short}"
+        )
     raise TypeError(f"{name} must be a torch.dtype or its name; got {kind_of(value)}")
 
 

@@ -34,7 +34,6 @@ LAYOUTS = {  # and what q, k and v are in them
 _MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
 _POSITIONS = {"none": _core.Position.none, "alibi": _core.Position.alibi}
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-_SHORT_NAMES = {"fp8": _OUT_DTYPES[2], "fp16": _OUT_DTYPES[0], "bf16": _OUT_DTYPES[1]}
 
 
 class Operands(NamedTuple):
@@ -204,10 +203,9 @@ def out_dtype_of(out: Any, out_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
         check.tensor("out", out)
     if out_dtype is None:
         wanted = q_dtype if out is None else out.dtype
-    elif isinstance(out_dtype, str) and out_dtype in _SHORT_NAMES:
-        wanted = _SHORT_NAMES[out_dtype]
     else:
-        wanted = check.dtype("out_dtype", out_dtype)
+        eight_bits = isinstance(out_dtype, str) and out_dtype == "fp8"
+        wanted = check.dtype("out_dtype", "float8_e4m3fn" if eight_bits else out_dtype)
     if wanted not in _OUT_DTYPES and wanted != q_dtype:
         raise TypeError(
             f"{'out' if out_dtype is None else 'out_dtype'} is {wanted}; must be float16, "

@@ -14,6 +14,7 @@ from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import PagedPlanArguments
 from .._check.names import tells_nearest
+from .._compat.engine_attributes import told
 from .._plan.masks import written_out
 from .options import check_announced
 from .paged import BatchPrefillWithPagedKVCacheWrapper
@@ -187,6 +188,24 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         their own."""
         super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._masked = {}
+
+    @property
+    def _last_masked(self) -> BatchPrefillWithPagedKVCacheWrapper | None:
+        """The wrapper that was planned last for the mask of a run(); None before a run()."""
+        last = next(reversed(self._masked.values()), None)
+        return None if last is None else last.wrapper
+
+    @property
+    def variant(self) -> str | None:
+        """The id of the kernel of the last run(); before a run() that of causal attention, before
+        plan() None."""
+        last = self._last_masked
+        return super().variant if last is None else last.variant
+
+    @told
+    def _backend(self) -> str:
+        last = self._last_masked
+        return super()._backend if last is None else last._backend
 
     @_called_like(plan, without=("non_blocking",))
     def workspace_size(self, **given: Any) -> tuple[int, int]:

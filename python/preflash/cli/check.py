@@ -67,11 +67,6 @@ class Outcome:
         return "ok" if self.passed else "not compiled"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", help="check this backend alone: cpu, fa2, fa3")
-    parser.add_argument("--quick", action="store_true", help="one dtype per backend")
-
-
 def execute(args: argparse.Namespace) -> int:
     places = choose_places(args.backend)
     plan = [(place, area, test) for place in places for area, test in _tests(place, args.quick)]

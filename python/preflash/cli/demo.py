@@ -82,15 +82,6 @@ class Demo:
         return result, time.perf_counter() - start
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    auto = "by default auto, which picks one for each batch"
-    parser.add_argument("--backend", help=f"cpu, fa2 or fa3; {auto}")
-    parser.add_argument("--quick", action="store_true", help="two layers, short requests")
-    embed = "embed and search the lines of a text instead, real weights"
-    parser.add_argument("--text", metavar="FILE", help=embed)
-    parser.add_argument("--find", metavar="WORDS", help="what to search for; the first line")
-
-
 def execute(args: argparse.Namespace) -> int:
     if args.text is not None:
         return text.execute(args)

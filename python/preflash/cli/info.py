@@ -19,10 +19,6 @@ from .console import Table
 from .machine import cpu_refusal, gpu_absent, has_gpu_kernels
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-
-
 def execute(args: argparse.Namespace) -> int:
     facts = collect()
     print(json.dumps(facts, indent=2) if args.json else _text(facts))

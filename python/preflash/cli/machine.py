@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import _core
+from .._check import values as check
 from .._device import backends
 from .._plan import prepass
 from . import CommandError
@@ -40,6 +41,15 @@ class Place:
         """Waits for the device; the CPU has nothing to wait for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def long_name(dtype: str) -> str:
+    """Returns torch's name of a dtype given by either name: "bfloat16" for "bf16"; an unknown name
+    as it is."""
+    try:
+        return str(check.dtype("dtype", dtype)).removeprefix("torch.")
+    except ValueError:
+        return dtype
 
 
 def has_gpu_kernels() -> bool:

@@ -9,18 +9,10 @@ import re
 from .. import _core
 from . import CommandError
 from .console import Table
-from .machine import gpu_kernels_absent
+from .machine import gpu_kernels_absent, long_name
 
 # What a row of _core.kernels() says beside the options of its variant.
 _NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "second_tile", "smem_bytes")
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    families = [f"{f.name} ({_core.traits_of(f).backend})" for f in _core.families()]
-    parser.add_argument("--family", help=f"or its backend: {', '.join(families)}")
-    parser.add_argument("--dtype", help="of q: f16, bf16, f32, e4m3")
-    parser.add_argument("--head-dim", help="what serves it: 64, 128, 192x128, ...")
-    parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -30,7 +22,7 @@ def execute(args: argparse.Namespace) -> int:
         kernel
         for kernel in kernels
         if args.family in (None, kernel["family"], kernel["backend"])
-        and args.dtype in (None, kernel["q_dtype"])
+        and (args.dtype is None or long_name(kernel["q_dtype"]) == long_name(args.dtype))
         and (serving is None or kernel["id"] in serving)
     ]
     if not chosen:
@@ -38,7 +30,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(chosen, indent=2))
         return 0
-    print(_table(chosen))
+    print(_table(chosen, args.head_dim))
     serve = f" serve head_dim {args.head_dim}" if serving is not None else ""
     print(f"{len(chosen)} of {len(kernels)} compiled variants{serve}")
     if absent := gpu_kernels_absent():
@@ -86,7 +78,8 @@ def _nothing_left(kernels: list[dict], args: argparse.Namespace) -> str:
     return f"no compiled variant matches {asked or 'anything'}; there are {offers}"
 
 
-def _table(kernels: list[dict]) -> Table:
+def _table(kernels: list[dict], serving: str | None) -> Table:
+    """serving: --head-dim, which kernels of a larger size serve, too; None: not filtered by it."""
     text = dict.fromkeys(["id", "backend", "q", "kv"], "")
     sizes = {"head_dim": "d", "tile m x n": "", "stages": "d", "warps": "d", "smem KiB": ".0f"}
     table = Table({**text, **sizes})
@@ -94,5 +87,7 @@ def _table(kernels: list[dict]) -> Table:
         tile, smem = kernel["tile"], kernel["smem_bytes"] / 1024 or None
         about = (kernel["id"], kernel["backend"], kernel["q_dtype"], kernel["kv_dtype"])
         sizes = (f"{tile['m']} x {tile['n']}", tile["stages"], tile["warps"], smem)
-        table.add(*about, head_dim(kernel), *sizes)
+        qk, vo = kernel["head_dim_qk"], kernel["head_dim_vo"]
+        larger = "" if serving in (None, str(qk), f"{qk}x{vo}") else "up to "
+        table.add(*about, larger + head_dim(kernel), *sizes)
     return table

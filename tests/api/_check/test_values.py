@@ -167,3 +167,53 @@ def test_a_window_wider_than_any_request(target):
         runner.compare(inputs, *runner.run(wrapper, inputs, window_left=widest)).check()
     with pytest.raises(ValueError, match="window_left=2147483648: must be in"):
         runner.plan(wrapper, inputs, window_left=2**31)
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        ("f16 fp16 float16 half torch.float16", torch.float16),
+        ("bf16 bfloat16 torch.bfloat16", torch.bfloat16),
+        ("f32 fp32 float32 float torch.float32", torch.float32),
+        ("e4m3 fp8_e4m3 float8_e4m3fn", torch.float8_e4m3fn),
+        ("e5m2 fp8_e5m2 float8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_dtypes_by_name(names, dtype):
+    for name in (dtype, *names.split()):
+        assert check.dtype("q_data_type", name) is dtype
+
+
+@pytest.mark.parametrize("name", ["fp8", "8", "BF16", "tensor", "torch", "", "e4m3 "])
+def test_names_of_no_dtype(name):
+    message = refusal(lambda: check.dtype("q_data_type", name), "q_data_type")
+    assert "float16" in message
+    assert "bf16" in message
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "out"),
+    [("bf16", "e4m3", "bf16"), ("f16", "e5m2", "fp16"), ("e4m3", "fp8_e4m3", "f16")],
+)
+def test_plan_takes_short_names(target, q, kv, out):
+    """The numbers are those of a plan with torch's dtypes, and the oracle's."""
+    dtype, kv_dtype, o_dtype = (check.dtype("dtype", name) for name in (q, kv, out))
+    case = dataclasses.replace(CASE, dtype=dtype, kv_dtype=kv_dtype, o_dtype=o_dtype)
+    inputs = build(case, device=target.device)
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    long, _ = runner.run(wrapper, inputs)
+    variant = wrapper.variant
+    runner.plan(wrapper, inputs, q_data_type=q, kv_data_type=kv, o_data_type=out)
+    results = runner.run(wrapper, inputs)
+    assert wrapper.variant == variant
+    assert results[0].dtype is o_dtype
+    assert torch.equal(results[0].float(), long.float())
+    runner.compare(inputs, *results).check()
+
+
+def test_functions_take_short_names():
+    q = k = v = torch.randn(3, 2, 64).to(torch.float8_e4m3fn)
+    for name in ("bf16", "fp16", "e4m3"):
+        out = preflash.single_prefill_with_kv_cache(q, k, v, o_dtype=name)
+        assert out.dtype is check.dtype("o_dtype", name)

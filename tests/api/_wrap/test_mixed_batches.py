@@ -167,8 +167,12 @@ def ranges_planned(target):
 def test_ranges(target, windows):
     _, wrapper = ranges_planned(target)
     inputs = expected(target, *windows)
+    assert "custom" not in wrapper.variant
     out, lse = wrapper.run_return_lse(inputs.q, inputs.cache, ranges_of(inputs), *windows)
     runner.compare(inputs, out, lse).check()
+    # The kernel that ran, of which the CPU has one for every mask.
+    assert ("custom" in wrapper.variant) == (target.backend != "cpu")
+    assert wrapper.variant in repr(wrapper)
 
 
 def test_ranges_that_change_between_runs(target):

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 
 import torch
 
 import preflash
 
+from ..._check import values as check
 from ...testing.case import flops
 from .. import CommandError, check_writable
 from ..console import progress
-from ..machine import Place, choose_places
+from ..machine import Place, choose_places, long_name
+from . import plot
 from .fmha import fmha_calls, fmha_rows_for, fmha_table
 from .measure import Result, measured, row_calls, row_table
 from .pod import pod_calls, pod_rows_for, pod_table
-from .reports import compare, draw, roof
+from .reports import compare
 from .rows import BenchRow, Row, rows_for
 from .trace import PICTURES, trace, why_no_picture
 
@@ -28,53 +29,21 @@ _KINDS = {
     "pod": (pod_rows_for, pod_calls, pod_table),
     "fmha": (fmha_rows_for, fmha_calls, fmha_table),
 }
-_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    file = {"metavar": "FILE", "type": pathlib.Path}
-    named = "only rows whose name contains this; or one of several with commas"
-    parser.add_argument("--rows", default="", help=named)
-    parser.add_argument("--backend", help="cpu, fa2 or fa3; by default the fastest on this machine")
-    parser.add_argument("--dtype", help="bf16, f16, f32, or several with commas")
-    parser.add_argument("--json", **file, help="write results to FILE")
-    drawn = "draw the results into FILE.png, .svg or .pdf (pip install 'preflash[trace]')"
-    parser.add_argument("--plot", **file, help=drawn)
-    parser.add_argument(
-        "--compare",
-        metavar=("A.json", "B.json"),
-        nargs=2,
-        type=pathlib.Path,
-        help="measure nothing: how much faster report B is than report A, row by row",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="measure nothing: record when and where each work item of one launch ran. The row is "
-        "the first that --rows names, else the first of prefill beside decode. FILE.json is a "
-        "trace for ui.perfetto.dev, FILE.png, .svg or .pdf a picture (pip install "
-        "'preflash[trace]'), FILE without an ending both, FILE.json and FILE.png. On a GPU it "
-        "takes kernels built with PREFLASH_TRACE=ON",
-    )
-    parser.add_argument("--quick", action="store_true", help="few small rows, few repeats")
-    parser.add_argument("--repeats", type=_positive, help="samples per call; the median counts")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+_DTYPES = ("bf16", "f16", "f32")
 
 
 def execute(args: argparse.Namespace) -> int:
+    _check_report(args)
     if args.compare is not None:
-        print(compare(args.compare))
+        print(compare(args.compare, args.plot))
         return 0
     place = choose_places(args.backend)[0]
-    _check_report(args)
     chosen = _chosen_rows(args, place)
     rows, pods = chosen["rows"], chosen["pod"]
+    if args.plot is not None and not any(plot.can_draw(row.name) for row in rows):
+        raise CommandError(
+            f"--plot {args.plot}: draws the {plot.DRAWN}, and --rows {args.rows} names none"
+        )
     if args.trace is not None:
         trace(args.trace, place, (rows if args.rows else []) or [*pods, *rows])
         return 0
@@ -94,18 +63,22 @@ def execute(args: argparse.Namespace) -> int:
         document[key] = [_as_json(one) for one in tables[key]]
     if args.json is not None:
         args.json.write_text(json.dumps(document, indent=2) + "\n")
-    if args.plot is not None:
-        dtype = rows[0].case.dtype if rows else torch.bfloat16
-        machine["roof"] = roof(place, dtype)
-        draw(document, args.plot)
+        print(f"wrote {args.json}")
     failures = [one for results in tables.values() for one in results if one.failure]
     for result in failures:
         print(f"FAILED {result.row.name}: {result.failure}")
+    if args.plot is not None:
+        drawn, count = plot.timed(document["rows"]), sum(map(len, tables.values()))
+        title = "preflash {preflash} {backend}, {name}".format_map(machine)
+        plot.draw(drawn, title, args.plot, plot.roofs(place, drawn))
+        print(f"wrote {args.plot}: {len(drawn)} of {count} rows, the {plot.DRAWN}")
     return 1 if failures else 0
 
 
 def _check_report(args: argparse.Namespace) -> None:
     """Refuses what could not be written once the work is done."""
+    if args.trace is not None and args.compare is not None:
+        raise CommandError(f"--trace {args.trace}: --compare runs nothing; leave one of them out")
     if args.plot is not None and (why := why_no_picture()):
         raise CommandError(f"--plot {args.plot}: {why}")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
@@ -113,6 +86,8 @@ def _check_report(args: argparse.Namespace) -> None:
             continue
         if args.trace is not None:
             raise CommandError(f"{option} {path}: --trace measures nothing; leave one of them out")
+        if args.compare is not None and option == "--json":
+            raise CommandError(f"--json {path}: --compare measures nothing; leave one of them out")
         if path.is_dir():
             raise CommandError(f"{option} {path}: it is a directory")
         if option == "--plot" and path.suffix not in PICTURES:
@@ -124,9 +99,11 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> dict[str, list[Bench
     """By kind."""
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
     asked = (args.dtype or default).split(",")
-    if unknown := [name for name in asked if name not in _DTYPES]:
-        raise CommandError(f"--dtype {unknown[0]}: there are {', '.join(_DTYPES)}")
-    dtypes = [_DTYPES[name] for name in asked]
+    known = {long_name(name): check.SHORT_DTYPES[name] for name in _DTYPES}
+    if unknown := [name for name in asked if long_name(name) not in known]:
+        there = ", ".join(f"{short} ({long})" for short, long in zip(_DTYPES, known, strict=True))
+        raise CommandError(f"--dtype {unknown[0]}: there are {there}")
+    dtypes = list(dict.fromkeys(known[long_name(name)] for name in asked))
     if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
     chosen, names = {}, []

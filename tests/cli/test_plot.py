@@ -1,0 +1,124 @@
+"""`bench --plot`: what is drawn, what has a legend and a roof, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from preflash.cli import CommandError
+from preflash.cli.bench import plot
+from preflash.cli.machine import Place
+
+pytest.importorskip("matplotlib")
+
+CPU = Place("cpu", torch.device("cpu"), "CPU")
+
+
+def row(name: str, dtype: str = "bfloat16", **speed: float) -> dict:
+    return {"name": name, "dtype": dtype, "speed": speed}
+
+
+ROWS = [
+    row("dense d64 s512 full", preflash=0.5, sdpa=0.25),
+    row("dense d64 s1024 full", preflash=0.75, sdpa=0.5),
+    row("dense d128 s512 causal", "f32", preflash=2.0, sdpa=1.0),
+    row("decode 4x512 page 16", preflash=8.0, base=4.0),
+]
+
+
+def texts(path) -> list[str]:
+    """Every text of an SVG file of matplotlib, which has them as comments beside their outlines."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text(), re.DOTALL)
+
+
+def test_only_what_is_drawn_has_a_legend(tmp_path):
+    path = tmp_path / "a.svg"
+    plot.draw(ROWS, "a title", path)
+    drawn = texts(path)
+    for text in ("a title", "bfloat16 full d64", "float32 causal d128", "decode", "512", "1024"):
+        assert text in drawn
+    # Two panels of dense rows have both calls; decode has preflash alone.
+    assert drawn.count("preflash") == 3
+    assert drawn.count("sdpa") == 2
+    assert "base" not in drawn
+    assert "matrix product" not in drawn
+
+
+def test_a_roof_belongs_to_its_dtype(tmp_path):
+    path = tmp_path / "a.svg"
+    plot.draw(ROWS, "a title", path, {"float32": 3.0})
+    assert texts(path).count("matrix product") == 1
+
+
+def test_a_roof_below_the_data_is_none(monkeypatch, capsys):
+    products = {torch.bfloat16: 0.0008, torch.float32: 3.0}
+    monkeypatch.setattr(plot, "roof", lambda place, dtype: products[dtype])
+    assert plot.roofs(CPU, ROWS) == {"float32": 3.0}
+    told = capsys.readouterr().out
+    assert told == (
+        "no roof for bfloat16: a matrix product of torch has 0.0008 TFLOP/s here, attention up to "
+        "0.75\n"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_roof_is_measured_in_the_dtype_given(monkeypatch, dtype):
+    multiplied = []
+    honest = torch.mm
+
+    def mm(a, b, out):
+        multiplied.append((a.dtype, b.dtype, out.dtype))
+        return honest(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(plot, "_LARGEST", 256)
+    monkeypatch.setattr(plot.timing, "cpu_wall_time", lambda call: call() is None or 1e3)
+    assert plot.roof(CPU, dtype) == pytest.approx(2 * 256**3 / 1e9)
+    assert set(multiplied) == {(dtype, dtype, dtype)}
+
+
+def test_nothing_to_draw_is_no_blank_picture(tmp_path):
+    rows = [row("dense d64 s512 full"), row("mixed", preflash=1.0), row("pod", preflash=1.0)]
+    path = tmp_path / "a.png"
+    with pytest.raises(CommandError, match="nothing is written"):
+        plot.draw(plot.timed(rows), "a title", path)
+    assert not path.exists()
+
+
+def test_draws_a_run(preflash_command, tmp_path):
+    options = ("--quick", "--repeats", "1", "--backend", "cpu", "--rows", "d64,decode,mixed")
+    done = preflash_command("bench", *options, "--json", "a.json", "--plot", "a.png")
+    assert done.code == 0, done.err
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "wrote a.json\nno roof" in done.out or "wrote a.json\nwrote a.png" in done.out
+    assert done.out.endswith("wrote a.png: 2 of 4 rows, the rows named dense or decode\n")
+    done = preflash_command("bench", "--compare", "a.json", "a.json", "--plot", "b.svg")
+    assert done.code == 0, done.err
+    assert done.out.endswith("wrote b.svg: 2 of 4 rows, the rows named dense or decode\n")
+    drawn = texts(tmp_path / "b.svg")
+    assert (drawn.count("A"), drawn.count("B")) == (2, 2)
+    assert "sdpa" not in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--plot", "a.gif", "--quick"), "must end with .png, .svg or .pdf"),
+        (("--plot", "a.png", "--quick", "--rows", "mixed"), "--rows mixed names none"),
+        (("--plot", "a.png", "--quick", "--rows", "pod,fmha"), "--rows pod,fmha names none"),
+        (("--plot", "a.gif", "--compare", "mixed.json", "mixed.json"), "must end with .png"),
+        (("--plot", "a.png", "--compare", "mixed.json", "mixed.json"), "nothing is written"),
+    ],
+)
+def test_refuses_what_it_cannot_draw(preflash_command, tmp_path, arguments, why):
+    mixed = {**row("mixed", preflash=1.0), "us": {"preflash": 1.0}}
+    machine = {"preflash": "1", "backend": "cpu", "name": "CPU"}
+    report = tmp_path / "mixed.json"
+    report.write_text(json.dumps({"machine": machine, "rows": [mixed]}))
+    done = preflash_command("bench", *arguments)
+    assert done.code == 2
+    assert why in done.err
+    assert done.out == ""
+    assert list(tmp_path.iterdir()) == [report]

@@ -1,0 +1,116 @@
+"""The start of the command line: help and usage errors come before torch is imported, and `import
+preflash` in any other program is eager."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import preflash
+import pytest
+from preflash import cli
+
+PACKAGES = str(Path(preflash.__file__).parents[1])
+SCRIPT = "import sys\nfrom preflash.cli import main\nsys.exit(main())\n"
+
+
+def started(*command: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGES, str(cwd)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def imported(done: subprocess.CompletedProcess) -> set[str]:
+    """Modules that `-X importtime` lists."""
+    times = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip() for line in times}
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> list[str]:
+    """The console script as pip writes it, beside the interpreter of an environment."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    path = folder / "bin" / "preflash"
+    path.write_text(SCRIPT)
+    return [str(folder / "bin" / "python"), "-X", "importtime", str(path)]
+
+
+MODULE = [sys.executable, "-X", "importtime", "-m", "preflash"]
+
+
+@pytest.mark.parametrize("start", ["module", "script"])
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), 0, "variants"),
+        (("--help",), 0, "variants"),
+        (("--version",), 0, preflash.__version__),
+        (("bench", "--help"), 0, "--compare"),
+        (("variants", "--help"), 0, "sm80 (fa2)"),
+        (("bench", "--repeats", "0"), 2, "0 is not a positive number"),
+        (("benchmark",), 2, "variants"),
+    ],
+)
+def test_answers_before_torch_is_imported(script, tmp_path, start, arguments, code, says):
+    done = started(*(MODULE if start == "module" else script), *arguments, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert says in (done.stderr if code else done.stdout)
+    name = "preflash" if start == "script" else "python -m preflash"
+    if "--help" in arguments:
+        assert f"usage: {name} " in done.stdout
+    assert "argparse" in imported(done)
+    assert "torch" not in imported(done)
+
+
+def test_without_a_command_is_the_help(preflash_command):
+    done = preflash_command()
+    assert (done.code, done.err) == (0, "")
+    assert done.out == preflash_command("--help").out
+
+
+def test_a_usage_error_without_a_stderr(tmp_path):
+    """Python closes a stderr that the shell closed; nothing goes to stdout instead."""
+    done = started("sh", "-c", f"{sys.executable} -m preflash bogus 2>&-", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+PROGRAM = """
+import sys
+import preflash
+print("torch" in sys.modules, hasattr(preflash, "BatchAttention"), sys.argv[1:])
+"""
+
+
+def test_other_programs_are_not_taken_for_the_command(tmp_path):
+    """A package that imports preflash while `python -m` locates it, and a program of this name."""
+    package = tmp_path / "other"
+    package.mkdir()
+    (package / "__init__.py").write_text(PROGRAM)
+    (package / "__main__.py").write_text("")
+    (tmp_path / "preflash").write_text(PROGRAM)
+    for program in (["-m", "other"], [str(tmp_path / "preflash")]):
+        done = started(sys.executable, *program, "--help", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "True True ['--help']\n"
+
+
+def test_the_script_of_the_project():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.scripts]\npreflash = "preflash.cli:main"\n' in text
+    assert callable(cli.main)
+
+
+def test_dir_lists_public_names():
+    listed = set(dir(preflash))
+    assert listed >= {*preflash.__all__, "__doc__", "__file__"}
+    others = {name for name in listed - set(preflash.__all__) if not name.startswith("__")}
+    assert others == set()
+    assert all(hasattr(preflash, name) for name in listed)
