@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from . import _command
 
@@ -46,6 +47,20 @@ __all__ += pod.__all__
 __all__ += prefill.__all__
 __all__ += quantization.__all__
 __all__ += sparse.__all__
+
+
+if not TYPE_CHECKING:  # for which a module with __getattr__ has every name
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raises AttributeError; of a name of FlashInfer it says where that name is served."""
+        message = f"module 'preflash' has no attribute {name!r}"
+        if not name.startswith("_"):
+            message += (
+                ": it serves FlashInfer's attention (docs/flashinfer.md, Names). For the rest, "
+                "such as norm, sampling, rope or MLA, `import flashinfer` itself; "
+                "preflash.patch_flashinfer() puts preflash's names into it"
+            )
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -61,6 +61,15 @@ def test_import_as_flashinfer():
     ]
 
 
+@pytest.mark.parametrize("name", ["norm", "sampling", "rope", "BatchMLAPagedAttentionWrapper"])
+def test_names_that_are_not_served_say_where_they_are(name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*patch_flashinfer\(\)"):
+        getattr(preflash, name)
+    assert not hasattr(preflash, name)
+    with pytest.raises(AttributeError, match=r"no attribute '_private'$"):
+        getattr(preflash, "_private")  # noqa: B009
+
+
 def test_plan_for_a_gpu_without_one_says_so():
     out = python(
         """
