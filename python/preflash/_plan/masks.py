@@ -75,9 +75,9 @@ def check_mask(
     if name == "packed_custom_mask" and mask.numel() == batch.mask_elements > count:
         raise ValueError(
             f"packed_custom_mask has {mask.numel()} elements, as many as a dense mask of these "
-            f"requests, and {count} bytes would be read as bits: pass a dense mask as custom_mask=, "
-            "or pack it first: packbits(mask.flatten(), bitorder='little') of one request, "
-            "segment_packbits of a batch"
+            f"requests, and {count} of them would be read as bits: pass a dense mask as "
+            "custom_mask=, or pack it first: packbits(mask.flatten(), bitorder='little') of one "
+            "request, segment_packbits of a batch"
         )
     return mask.reshape(-1)[:count].contiguous()
 

@@ -315,12 +315,13 @@ def test_draft_trees_are_exact_means(target):
     """Every mask of two queries: with equal logits an output counts the keys that are kept."""
     case = dataclasses.replace(DRAFTS, qo_lens=(2,) * 16, kv_lens=(2, 3) * 8, num_kv_heads=4)
     inputs = build(case, device=target.device)
-    inputs.q.zero_()
-    inputs.cache.zero_()
+    k, v = inputs.cache
+    for tensor in (inputs.q, k, v):
+        tensor.zero_()
     table = table_of(inputs)
     bits = torch.arange(16)[:, None] >> torch.arange(4) & 1
     for page in table[:, 0].tolist():  # v [heads, page_size, head_dim] is one-hot by key
-        inputs.cache[page, 1].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        v[page].diagonal(dim1=-2, dim2=-1).fill_(1.0)
     words = (bits.view(16, 2, 2) << torch.arange(2)).sum(-1, dtype=torch.int32)[..., None]
     out = decode(inputs, target, mask=words.view(torch.uint16)).view(16, 2, 4, 64).cpu()
     for request, kv_len in enumerate(case.kv_lens):
