@@ -14,6 +14,7 @@ GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>
 # KERNELS=<dir>: prebuilt kernel libraries, as `make kernels` writes them, instead of nvcc.
 KERNELS ?=
 PRESET ?= ci
+# Without a GPU no +PTX, which wheels and pip's builds have: nothing here would run it.
 ARCHS ?= $(or $(GPU_ARCHS),80;90)
 OUT ?= build/kernels-$(PRESET)/lib
 JOBS ?= $(shell nproc)
