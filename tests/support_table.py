@@ -159,12 +159,12 @@ def _row(cells: list[str]) -> str:
 
 
 def _text(qk: int, vo: int) -> str:
-    """As ids spell them."""
+    """Spells head dims as ids do."""
     return str(qk) if qk == vo else f"{qk}x{vo}"
 
 
 def _served(family: _core.Family, dtypes: _Dtypes, options: dict[str, object]) -> list[str]:
-    """The head dims that kernels of the family serve."""
+    """Returns the head dims that kernels of the family serve."""
     return [
         _text(qk, vo)
         for qk, vo in _HEAD_DIMS

@@ -19,7 +19,7 @@ class Match:
 
 
 def match_of(row: Mapping[str, object], axes: Mapping[str, Axis], where: str) -> Match:
-    """A row of axis = value or axis = [values], as a data file or a test writes it."""
+    """Reads a row of axis = value or axis = [values] of a data file or a test."""
     match = {}
     for name, value in row.items():
         if name not in axes:

@@ -85,7 +85,7 @@ class Variant:
 
     @property
     def options_at_run_time(self) -> bool:
-        """As preflash::options_at_run_time() says it."""
+        """True where preflash::options_at_run_time() is."""
         every = self.family_facts.options == "run_time"
         return every or self.vocabulary.num_options(self.values) >= AT_RUN_TIME
 

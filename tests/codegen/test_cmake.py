@@ -1,4 +1,4 @@
-"""What the build says of itself."""
+"""Messages and defaults of the CMake build."""
 
 from __future__ import annotations
 
