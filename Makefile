@@ -14,12 +14,12 @@ GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>
 # KERNELS=<dir>: prebuilt kernel libraries, as `make kernels` writes them, instead of nvcc.
 KERNELS ?=
 PRESET ?= ci
+# Without a GPU no +PTX, which wheels and pip's builds have: nothing here would run it.
 ARCHS ?= $(or $(GPU_ARCHS),80;90)
 OUT ?= build/kernels-$(PRESET)/lib
 JOBS ?= $(shell nproc)
-# One CUDA source may take 8 GiB.
-CUDA_JOBS ?= $(shell awk -v n=$(JOBS) '/^MemTotal/ {m = int($$2 / 8388608); m = m < n ? m : n; \
-	print (m > 1 ? m : 1)}' /proc/meminfo 2>/dev/null || echo 1)
+# CUDA sources compiled at once; empty: as many as cores and memory allow (cmake/CudaJobs.cmake).
+CUDA_JOBS ?=
 
 # Without a GPU the demo needs no kernel, so it does not wait for nvcc; the tests compile them anyway,
 # to check the generated code and ptxas's report.

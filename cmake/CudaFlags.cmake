@@ -52,6 +52,7 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+include(CudaJobs)
 set_property(GLOBAL PROPERTY JOB_POOLS preflash_cuda=${PREFLASH_CUDA_JOBS})
 
 # No --use_fast_math: it would let the compiler assume away the infinities of masked rows, and flush

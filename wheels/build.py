@@ -156,7 +156,6 @@ def build_kernels(row: Row, tools: Path, toolchain: Path, jobs: int) -> Path | N
         "PREFLASH_BINDINGS": "OFF",
         "PREFLASH_PRESET": row.preset,
         "PREFLASH_ARCHS": row.archs,
-        "PREFLASH_CUDA_JOBS": jobs,
     }
     compile_all(directory, tools, toolchain, jobs, options)
     run(tools, ROOT / "cmake" / "compile_report.py", directory / "report", "--sum")
@@ -283,7 +282,8 @@ def parsed(matrix: dict) -> argparse.Namespace:
     parser.add_argument("--kernels", type=Path, help="libraries of an earlier build of one row")
     parser.add_argument("--preset", help="of kernels, instead of the row's")
     parser.add_argument("--archs", help='such as "90", instead of the row\'s')
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
+    jobs_help = "compilers at once; CMake runs fewer of CUDA where memory is short"
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help=jobs_help)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     return parser.parse_args()
 

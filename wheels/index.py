@@ -1,7 +1,7 @@
 """A package index (PEP 503, PEP 658's hashes) of dist/, for any server of static files:
 
     python wheels/index.py [--install] dist public
-    pip install preflash --extra-index-url https://HOST/public/cu130
+    pip install preflash==0.1.0+cu130 --extra-index-url URL/cu130  # URL: where a server has public/
 
 One folder for each CUDA version, because pip would take the largest local version of one index.
 """

@@ -388,7 +388,8 @@ def main() -> int:
         matrix = load_matrix()
         build = _build(matrix, arguments)
     except SpecError as error:
-        print(f"generate.py: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"generate.py: {line}", file=sys.stderr)
         return 1
     if arguments.list:
         for source in sources(build.variants):

@@ -1,18 +1,22 @@
 """The variant matrix of cpp/variants, read and expanded: which kernels exist, their ids and tiles.
 
 Everything that lists variants (CMake, the registry, variants.json, the docs table, the tests) goes
-through `load_matrix()`. Bad data raises SpecError naming the file, the row and the rule.
+through `load_matrix()`. Bad data raises one SpecError, with a line for each fault that names the
+file, the row and the rule.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from match import Match, as_toml, grouped, match_of, named_axes
+from misses import Misses
 from options import Table, read_table
+from presets import Preset, check_preset, read_preset
 from vocabulary import SIZES, Axis, Family, SpecError, Vocabulary, read_vocabulary
 
 if sys.version_info >= (3, 11):
@@ -21,8 +25,6 @@ else:
     import tomli as tomllib
 
 VARIANTS_DIR = Path(__file__).resolve().parents[2] / "cpp" / "variants"
-
-ANY = "any"
 
 # A kernel of two segments has a tile for each: that of its row, and of the row with these values.
 TWO_SEGMENTS = {"segments": "two"}
@@ -83,7 +85,7 @@ class Variant:
 
     @property
     def options_at_run_time(self) -> bool:
-        """As preflash::options_at_run_time() says it."""
+        """True where preflash::options_at_run_time() is."""
         every = self.family_facts.options == "run_time"
         return every or self.vocabulary.num_options(self.values) >= AT_RUN_TIME
 
@@ -94,16 +96,6 @@ class Variant:
     @property
     def backend(self) -> str:
         return self.family_facts.backend
-
-
-@dataclass(frozen=True)
-class Match:
-    """Maps axes to the values concerned; an axis that is not named may have any."""
-
-    axes: Mapping[str, Sequence[str]]
-
-    def covers(self, row: Mapping[str, str]) -> bool:
-        return all(row[axis] in values for axis, values in self.axes.items())
 
 
 @dataclass(frozen=True)
@@ -120,18 +112,6 @@ class Options:
 
     match: Match
     beside: Sequence[int | frozenset[str]]  # how many options they have, or the axes of these
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A named choice of variants."""
-
-    name: str
-    about: str
-    take: Sequence[Match]
-
-    def takes(self, row: Mapping[str, str]) -> bool:
-        return any(match.covers(row) for match in self.take)
 
 
 @dataclass(frozen=True)
@@ -164,46 +144,48 @@ def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
     """Reads forward.toml, tiles.toml and presets.toml.
 
     Raises:
-        SpecError: a contradiction in the vocabulary, an unknown axis or value, an exclusion without
-            a reason or without effect, a variant with no tile or more than one, a tile without use,
-            a row of a preset without match.
+        SpecError: first what stops the reading: a contradiction in the vocabulary, an unknown axis
+            or value, a row without a reason. Then every contradiction of the rows: an exclusion or
+            a row without effect, a variant with no tile or more than one, a preset that lacks
+            values.
     """
     forward = _read(directory / "forward.toml")
     vocabulary = read_vocabulary(forward)
-    exclusions = [_exclusion(row, vocabulary.axes) for row in forward.get("exclude", [])]
+    axes = vocabulary.axes
+    misses = Misses()
+
+    def read_each(rows: Iterable, read: Callable) -> list:
+        result = []
+        for row in rows:
+            with misses.collect():
+                result.append(read(row))
+        return result
+
+    exclusions = read_each(forward.get("exclude", []), lambda row: _exclusion(row, axes))
+    options = read_each(forward.get("options", []), lambda row: _options(row, axes))
+    tile_rows = _read(directory / "tiles.toml").get("tile", [])
+    tiles = read_each(tile_rows, lambda row: _tile_row(row, vocabulary))
+    preset_rows = _read(directory / "presets.toml")
+    presets = read_each(preset_rows.items(), lambda item: read_preset(*item, axes))
+    misses.raise_any()
+
     exclusions += _served_at_run_time(vocabulary)
-    rows = _expand(vocabulary.axes, exclusions)
-    options = [_options(row, vocabulary.axes) for row in forward.get("options", [])]
-    rows = _with_options(rows, options, vocabulary)
-    variants = _with_tiles(rows, _read(directory / "tiles.toml").get("tile", []), vocabulary)
-    ids = [variant.id for variant in variants]
+    rows = _expand(axes, exclusions, misses)
+    rows = _with_whole_blocks(rows, vocabulary, misses)
+    rows = _with_options(rows, options, vocabulary, misses)
+    variants = _with_tiles(rows, tiles, vocabulary, misses)
+    ids = [vocabulary.id_of(row) for row in rows]
     if len(set(ids)) != len(ids):
-        raise SpecError("forward.toml: two variants share an id; two axes have a value in common")
-    presets = {
-        name: _preset(name, row, vocabulary.axes, rows)
-        for name, row in _read(directory / "presets.toml").items()
-    }
-    return Matrix(vocabulary, exclusions, presets, variants)
+        misses.add("forward.toml: two variants share an id; two axes have a value in common")
+    for preset in presets:
+        check_preset(preset, rows, misses)
+    misses.raise_any()
+    return Matrix(vocabulary, exclusions, {preset.name: preset for preset in presets}, variants)
 
 
 def load_options(directory: Path = VARIANTS_DIR) -> Table:
     """Reads options.toml. Raises SpecError for a name that it does not explain."""
     return read_table(_read(directory / "options.toml"))
-
-
-def match_of(row: Mapping[str, object], axes: Mapping[str, Axis], where: str) -> Match:
-    """A row of axis = value or axis = [values], as a data file or a test writes it."""
-    match = {}
-    for name, value in row.items():
-        if name not in axes:
-            raise SpecError(f"{where}: {name!r} is no axis; there are {', '.join(axes)}")
-        values = value if isinstance(value, list) else [value]
-        for one in values:
-            if one not in axes[name].values:
-                known = ", ".join(axes[name].values)
-                raise SpecError(f"{where}: {name} = {one!r} is not one of {known}")
-        match[name] = values
-    return Match(match)
 
 
 def _read(path: Path) -> dict:
@@ -258,9 +240,12 @@ def _options(row: Mapping[str, object], axes: Mapping[str, Axis]) -> Options:
 
 
 def _with_options(
-    rows: Sequence[dict[str, str]], options: Sequence[Options], vocabulary: Vocabulary
+    rows: Sequence[dict[str, str]],
+    options: Sequence[Options],
+    vocabulary: Vocabulary,
+    misses: Misses,
 ) -> list[dict[str, str]]:
-    """Without the combinations of options that the kernel of all serves at run time."""
+    """Leaves out the combinations of options that the kernel of all serves at run time."""
     names = {axis.name for axis in vocabulary.option_axes}
 
     def kind(row: Mapping[str, str]) -> tuple[str, ...]:
@@ -272,41 +257,69 @@ def _with_options(
     for counts in most.values():
         counts.sort()
     used = set()
+    unmatched: dict[str, list[Mapping[str, str]]] = {}
+    contested: list[Mapping[str, str]] = []
 
     def compiled(row: Mapping[str, str]) -> bool:
         found = [i for i, one in enumerate(options) if one.match.covers(row)]
+        used.update(found)
         in_row = vocabulary.families[row["family"]].options == "compiled"
         if len(found) != in_row:
-            raise SpecError(
-                f"forward.toml: {len(found)} rows of [[options]] match {row}; "
-                f"{'one' if in_row else 'none'} must"
+            rule = "one must" if in_row else "none must"
+            unmatched.setdefault(f"{len(found)} rows of [[options]] match {{}}; {rule}", []).append(
+                row
             )
+            return True
         if not in_row:
             return True
-        used.add(found[0])
         counts = most[kind(row)]
         if counts[-1] >= AT_RUN_TIME and counts.count(counts[-1]) > 1:
-            raise SpecError(f"forward.toml: [[options]]: no kernel like {row} has all the options")
+            contested.append(row)
         has = vocabulary.options_of(row)
         beside = options[found[0]].beside
         return has in beside or len(has) in beside or len(has) == max(counts[-1], AT_RUN_TIME)
 
     result = [row for row in rows if compiled(row)]
+    named = named_axes((one.match for one in options), vocabulary.axes)
+    for sentence, those in unmatched.items():
+        for text in grouped(those, named):
+            misses.add(f"forward.toml: {sentence.format(text)}")
+    for text in grouped(contested, [name for name in vocabulary.axes if name not in names]):
+        misses.add(f"forward.toml: [[options]]: no kernel of {text} has all the options")
     for i, one in enumerate(options):
         if i not in used:
-            raise SpecError(f"forward.toml: [[options]] of {one.match.axes} matches no variant")
+            misses.add(f"forward.toml: [[options]] of {as_toml(one.match.axes)} matches no variant")
     return result
 
 
-def _expand(axes: Mapping[str, Axis], exclusions: Sequence[Exclusion]) -> list[dict[str, str]]:
+def _expand(
+    axes: Mapping[str, Axis], exclusions: Sequence[Exclusion], misses: Misses
+) -> list[dict[str, str]]:
     values = [axis.values for axis in axes.values()]
     rows = [dict(zip(axes, row, strict=True)) for row in itertools.product(*values)]
     for exclusion in exclusions:
         if not any(exclusion.match.covers(row) for row in rows):
-            raise SpecError(
-                f"forward.toml: the exclusion of {exclusion.match.axes} excludes nothing"
-            )
+            text = as_toml(exclusion.match.axes)
+            misses.add(f"forward.toml: the exclusion of {text} excludes nothing")
     return [row for row in rows if not any(e.match.covers(row) for e in exclusions)]
+
+
+def _with_whole_blocks(
+    rows: Sequence[dict[str, str]], vocabulary: Vocabulary, misses: Misses
+) -> list[dict[str, str]]:
+    """Leaves out head_dims that their family's kernels cannot be compiled for."""
+    sizes = [axis.name for axis in vocabulary.axes.values() if axis.type == SIZES]
+
+    def fits(row: Mapping[str, str]) -> bool:
+        step = vocabulary.families[row["family"]].head_dim_step
+        return not any(int(size) % step for name in sizes for size in row[name].split("x"))
+
+    for text in grouped((row for row in rows if not fits(row)), ["family", *sizes]):
+        misses.add(
+            f"forward.toml: {text} is no multiple of the family's head_dim_step: add an "
+            "[[exclude]], the next larger size serves it"
+        )
+    return [row for row in rows if fits(row)]
 
 
 @dataclass(frozen=True)
@@ -332,51 +345,35 @@ def _tile_row(row: Mapping[str, object], vocabulary: Vocabulary) -> _TileRow:
 
 def _with_tiles(
     rows: Sequence[Mapping[str, str]],
-    tile_rows: Sequence[Mapping[str, object]],
+    tiles: Sequence[_TileRow],
     vocabulary: Vocabulary,
+    misses: Misses,
 ) -> list[Variant]:
-    tiles = [_tile_row(row, vocabulary) for row in tile_rows]
     used = set()
+    unmatched: dict[int, list[Mapping[str, str]]] = {}  # by the number of rows that match
 
-    def matching(row: Mapping[str, str]) -> _TileRow:
+    def matching(row: Mapping[str, str]) -> _TileRow | None:
         found = [i for i, tile in enumerate(tiles) if tile.match.covers(row)]
+        used.update(found)
         if len(found) != 1:
-            raise SpecError(f"tiles.toml: {len(found)} rows match {dict(row)}; one must")
-        used.add(found[0])
+            unmatched.setdefault(len(found), []).append(row)
+            return None
         return tiles[found[0]]
 
     variants = []
     for row in rows:
-        two = TWO_SEGMENTS.items() <= row.items()
-        second = matching({**row, **SECOND_SEGMENT}).tile if two else None
         found = matching(row)
-        variants.append(Variant(row, found.tile, vocabulary, second, found.most_keys))
+        two = TWO_SEGMENTS.items() <= row.items()
+        second = matching({**row, **SECOND_SEGMENT}) if two else None
+        if found is not None and (second is not None or not two):
+            second_tile = second.tile if two else None
+            variants.append(Variant(row, found.tile, vocabulary, second_tile, found.most_keys))
+    named = named_axes((tile.match for tile in tiles), vocabulary.axes)
+    for count, those in unmatched.items():
+        for text in grouped(those, named):
+            rule = "one must, or an [[exclude]] of forward.toml" if count == 0 else "one must"
+            misses.add(f"tiles.toml: {count} rows match {text}; {rule}")
     for i, tile in enumerate(tiles):
         if i not in used:
-            raise SpecError(f"tiles.toml: the row of {tile.match.axes} matches no variant")
+            misses.add(f"tiles.toml: the row of {as_toml(tile.match.axes)} matches no variant")
     return variants
-
-
-def _preset(
-    name: str,
-    row: Mapping[str, object],
-    axes: Mapping[str, Axis],
-    rows: Sequence[Mapping[str, str]],
-) -> Preset:
-    take = [_taken(name, wanted, axes) for wanted in row.get("take", [])]
-    for match, wanted in zip(take, row.get("take", []), strict=True):
-        if not any(match.covers(one) for one in rows):
-            raise SpecError(f"presets.toml: [{name}] takes {wanted}, which matches no variant")
-    return Preset(name, str(row.get("about", "")), take)
-
-
-def _taken(name: str, row: Mapping[str, object], axes: Mapping[str, Axis]) -> Match:
-    """A row of a preset. Axes that it does not name are at their defaults, or any if it says so."""
-    wanted = {key: value for key, value in row.items() if key != "others"}
-    where = f"presets.toml: [{name}]"
-    if "others" not in row:
-        defaults = {a.name: a.default for a in axes.values() if a.default is not None}
-        wanted = defaults | wanted
-    elif row["others"] != ANY:
-        raise SpecError(f'{where}: others = {row["others"]!r} must be "any", or left out')
-    return match_of({k: v for k, v in wanted.items() if v != ANY}, axes, where)

@@ -42,6 +42,7 @@ class Family:
     most_prefill: int = 0
     most_decode: int = 0
     joint_head_dim: int = 0
+    head_dim_step: int = 8  # compiled head_dims are multiples of it
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
 

@@ -52,7 +52,8 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
             8 up to 512; rows lie multiples of 16 bytes apart.
         k: [kv_len, num_kv_heads, head_dim] with kv_layout "NHD", [num_kv_heads, kv_len, head_dim]
             with "HND"; q's dtype, or under wider or float8_e5m2 queries float8_e4m3fn or
-            float8_e5m2. Only the last dimension must be contiguous.
+            float8_e5m2. At most 2^30 keys. Only the last dimension must be contiguous; rows lie
+            multiples of 16 bytes apart: a head_dim of 72 in 8 bits needs rows of 80 bytes.
         v: like k, of its dtype; its head_dim may differ where q has 192 and v 128.
         custom_mask: [qo_len, kv_len] bool, or flat and maybe longer; True keeps. Of uint8, int8,
             int16, int32 or int64, all but 0 keeps.

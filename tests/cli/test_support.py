@@ -1,16 +1,45 @@
 """docs/support.md, which the matrix of kernels writes."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import support_table
 from preflash import _core
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "support.md"
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "support.md"
 
 
 def test_the_page_is_the_table():
-    assert DOCS.read_text() == support_table.table()
+    assert DOCS.read_text() == support_table.page()
+
+
+def test_wheels_and_source_builds_have_the_code_that_the_page_names():
+    options = (ROOT / "CMakeLists.txt").read_text()
+    assert re.search(r'set\(PREFLASH_ARCHS "(.*?)" CACHE', options)[1] == support_table.ARCHS
+    wheels = tomllib.loads((ROOT / "wheels" / "matrix.toml").read_text())["cuda"]
+    by_machine = {row.get("machine", "x86_64"): row["archs"] for row in wheels}
+    assert by_machine == {"x86_64": support_table.ARCHS, "aarch64": "90+PTX"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "code"),
+    [
+        ("H100, H200", "`fa3`: cubin of SM90; `fa2`: cubin of SM90"),
+        ("A10, A40, RTX 30", "`fa2`: cubin of SM80"),
+        ("RTX 50, RTX Pro Blackwell", "`fa2`: PTX of SM90, compiled by the driver"),
+    ],
+)
+def test_a_gpu_loads_code_of_its_generation_or_ptx(gpu, code):
+    (row,) = (line for line in support_table.gpus().splitlines() if f"| {gpu} |" in line)
+    assert row.split(" | ")[2] == code
 
 
 @pytest.mark.parametrize("family", _core.families(), ids=lambda family: family.name)

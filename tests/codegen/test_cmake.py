@@ -1,7 +1,8 @@
-"""What the build says of itself."""
+"""Messages and defaults of the CMake build."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -31,3 +32,67 @@ def test_an_install_without_gpu_kernels_says_so_at_its_end(cmake, tmp_path):
     done = subprocess.run(install, check=True, capture_output=True, text=True)
     assert "preflash: built the CPU backend alone, without GPU kernels: " in done.stdout
     assert "PREFLASH_CUDA is OFF" in done.stdout or "no nvcc was found" in done.stdout
+
+
+CUDA_JOBS = ROOT / "cmake" / "CudaJobs.cmake"
+
+
+def cmake_value(cmake: str, tmp_path: Path, call: str, **options) -> int:
+    """Returns what a function of CudaJobs.cmake sets; `call` names the variable `value`."""
+    script = tmp_path / "script.cmake"
+    script.write_text(f'include("{CUDA_JOBS}")\n{call}\nmessage(NOTICE "value=${{value}}")\n')
+    command = [cmake, "-P", str(script)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, **options)
+    return int(done.stderr.strip().removeprefix("value="))
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "jobs"), [(64, 64, 8), (4, 64, 4), (64, 4, 1), (1, 64, 1), (2, 23, 2)]
+)
+def test_cuda_jobs_are_one_per_core_and_per_8_gib(cmake, tmp_path, cores, gib, jobs):
+    call = f"preflash_cuda_jobs(value {cores} {gib * 1024})"
+    assert cmake_value(cmake, tmp_path, call) == jobs
+
+
+@pytest.mark.parametrize(("text", "mib"), [("67108864\n", 64), ("max\n", None), (None, None)])
+def test_a_memory_limit_of_the_container_counts(cmake, tmp_path, text, mib):
+    """9223372036854771712 bytes is the cgroup v1 spelling of no limit."""
+    limits = [tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"]
+    if text is not None:
+        limits[0].write_text(text)
+    limits[1].write_text("9223372036854771712\n")
+    files = ";".join(map(str, limits))
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    found = cmake_value(cmake, tmp_path, f'preflash_memory_mib(value "{files}")')
+    assert found == pytest.approx(mib or machine, abs=1)
+
+
+def test_cuda_jobs_follow_the_cpu_affinity_and_not_openmp(cmake, tmp_path):
+    (core, *_) = os.sched_getaffinity(0)
+    cores = cmake_value(
+        cmake,
+        tmp_path,
+        "preflash_cores(value)",
+        env={**os.environ, "OMP_NUM_THREADS": "7"},
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+    assert cores == 1
+
+
+def test_an_explicit_number_of_cuda_jobs_is_kept(cmake):
+    command = [cmake, "-DPREFLASH_CUDA_JOBS=97", "-P", str(CUDA_JOBS)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "preflash: 97 CUDA sources are compiled at once" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"), [([], "-DPREFLASH_CUDA_JOBS= "), (["CUDA_JOBS=3"], "=3 ")]
+)
+def test_make_leaves_the_number_of_cuda_jobs_to_cmake(given, passed):
+    """pip sets no number either, so both builds compile as many CUDA sources at once."""
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    command = ["make", "-n", "stage", "SIDE=cuda", *given]
+    dry_run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert passed in dry_run.stdout
+    assert "PREFLASH_CUDA_JOBS" not in (ROOT / "pyproject.toml").read_text()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import generate
+import match
 import pytest
 import spec
 
@@ -387,6 +388,9 @@ BAD_EDITS = [
         "matches no",
     ),
     ("presets.toml", '"cpu", others = "any"', '"cpu", others = "some"', "some"),
+    ("presets.toml", 'covers = ["q_dtype"', 'covers = ["dtype"', "'dtype', which is no axis"),
+    ("presets.toml", '["192x128", "256", "512"]', '["256", "512"]', "lacks .*192x128"),
+    ("forward.toml", "head_dim_step = 64", "head_dim_step = 128", '"64".* is no multiple'),
 ]
 
 
@@ -395,6 +399,81 @@ def test_contradictions_are_refused(tmp_path, name, old, new, message):
     with pytest.raises(spec.SpecError, match=message) as refused:
         edited_matrix(tmp_path, name, old, new)
     assert name in str(refused.value)
+
+
+def faults(tmp_path: Path, name: str, old: str, new: str) -> list[str]:
+    """Returns the lines of the error after one edit of one data file."""
+    with pytest.raises(spec.SpecError) as refused:
+        edited_matrix(tmp_path, name, old, new)
+    return str(refused.value).splitlines()
+
+
+HEAD_DIMS = 'values = ["64", "128", "192x128", "256", "512"]'
+
+
+def test_one_error_lists_every_row_that_a_new_head_dim_lacks(tmp_path):
+    """A newcomer who adds a value reads all missing rows of all files in one run."""
+    grown = HEAD_DIMS.replace('"256"', '"192", "256"')
+    lines = faults(tmp_path, "forward.toml", HEAD_DIMS, grown)
+    assert lines[0] == (
+        'forward.toml: 0 rows of [[options]] match family = "sm80", head_dim = "192", '
+        'tile_class = "prefill", load = "direct"; one must'
+    )
+    tiles = [line for line in lines if line.startswith('tiles.toml: 0 rows match family = "sm')]
+    assert len(tiles) == 7
+    for family, tile_class in itertools.product(("sm80", "sm90"), ("prefill", "decode")):
+        there = [line for line in tiles if f'family = "{family}"' in line]
+        assert any(f'"{tile_class}"' in line for line in there), (family, tile_class)
+    assert all('head_dim = "192"' in line for line in lines)
+    assert [line.partition(": add")[0] for line in lines[1 + len(tiles) :]] == [
+        'presets.toml: [ci] lacks family = "sm80", head_dim = "192"',
+        'presets.toml: [ci] lacks family = "sm90", head_dim = "192"',
+    ]
+
+
+def test_a_head_dim_that_no_kernel_can_have_needs_exclusions_alone(tmp_path):
+    """96 columns of 16 bits are no whole blocks of 128 bytes, so no tile is asked for."""
+    lines = faults(tmp_path, "forward.toml", HEAD_DIMS, HEAD_DIMS.replace('"128"', '"96", "128"'))
+    assert [line.partition(" is no multiple")[0] for line in lines] == [
+        'forward.toml: family = "sm80", head_dim = "96"',
+        'forward.toml: family = "sm90", head_dim = "96"',
+    ]
+
+
+def test_one_error_lists_every_row_that_cannot_be_read(tmp_path):
+    """The rows are not compared before all of them can be read."""
+    for path in spec.VARIANTS_DIR.glob("*.toml"):
+        text = path.read_text().replace('q_dtype = "f32"\n', 'q_dtype = "f33"\n')
+        text = text.replace("m = 16\nn = 128\nstages = 3\n", "m = 16\nn = 128\n")
+        (tmp_path / path.name).write_text(text.replace('"cpu", others', '"gpu", others'))
+    with pytest.raises(spec.SpecError) as refused:
+        spec.load_matrix(tmp_path)
+    lines = str(refused.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "forward.toml",
+        "tiles.toml",
+        "presets.toml",
+        "presets.toml",
+    ]
+
+
+def test_rows_that_share_values_share_a_line():
+    rows = [{"family": f, "mask": m, "load": "x"} for f in ("a", "b") for m in ("1", "2")]
+    assert match.grouped([*rows, {"family": "b", "mask": "2", "load": "y"}], list(rows[0])) == [
+        'family = "a", mask = ["1", "2"], load = "x"',
+        'family = "b", mask = ["1", "2"], load = "x"',
+        'family = "b", mask = "2", load = "y"',
+    ]
+
+
+def test_the_generator_prints_each_fault_on_a_line_of_its_own(monkeypatch, capsys):
+    def refuse() -> None:
+        raise spec.SpecError("a.toml: one\nb.toml: two")
+
+    monkeypatch.setattr(generate, "load_matrix", refuse)
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--list"])
+    assert generate.main() == 1
+    assert capsys.readouterr().err == "generate.py: a.toml: one\ngenerate.py: b.toml: two\n"
 
 
 def test_the_matrix_stays_small(matrix):

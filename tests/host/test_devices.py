@@ -27,6 +27,8 @@ GPUS = {
     "RTX 3090": (86, 82, 99 * KB, 100 * KB),
     "RTX 4090": (89, 128, 99 * KB, 100 * KB),
     "RTX Pro 6000 Blackwell": (120, 188, 99 * KB, 100 * KB),
+    "RTX 5090": (120, 170, 99 * KB, 100 * KB),
+    "B200": (100, 148, 227 * KB, 228 * KB),
     "A100": (80, 108, 163 * KB, 164 * KB),
 }
 FACTS = ("compute_capability", "num_sms", "smem_per_block", "smem_per_sm")

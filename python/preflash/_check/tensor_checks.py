@@ -254,13 +254,23 @@ def rows(name: str, value: torch.Tensor) -> None:
         if value.shape[dim] > 1 and stride * item % ALIGNMENT != 0:
             raise ValueError(
                 f"{name} has a stride of {stride * item} bytes in dimension {dim}; must be a "
-                f"multiple of {ALIGNMENT}: pad the last dimension or make a contiguous copy"
+                f"multiple of {ALIGNMENT}: {_aligned_rows(value)}"
             )
     if value.numel() > 0 and value.data_ptr() % ALIGNMENT != 0:
         raise ValueError(
             f"{name} starts {value.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}; "
             "make a contiguous copy"
         )
+
+
+def _aligned_rows(value: torch.Tensor) -> str:
+    """Returns how to store the tensor in rows that start on multiples of 16 bytes."""
+    columns = value.shape[-1]
+    step = ALIGNMENT // value.element_size()
+    if columns % step == 0:
+        return "make a contiguous copy"
+    padded = -(-columns // step) * step
+    return f"allocate rows of {padded} columns and pass a view of the first {columns}"
 
 
 def not_overlapping(name: str, value: torch.Tensor) -> None:

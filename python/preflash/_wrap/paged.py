@@ -99,7 +99,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         Args:
             qo_indptr: [batch_size + 1], first token of each request in q. This and
                 paged_kv_indptr may start anywhere.
-            paged_kv_indptr: [batch_size + 1], first entry of each request in paged_kv_indices.
+            paged_kv_indptr: [batch_size + 1], first entry of each request in paged_kv_indices. A
+                request has at most 2^30 keys.
             paged_kv_indices: at least [paged_kv_indptr[-1]], pages. On the GPU they are used in
                 place and must stay as they are until the next plan().
             paged_kv_last_page_len: [batch_size], in [1, page_size]; that of a request without pages

@@ -76,7 +76,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         Args:
             qo_indptr: [batch_size + 1] int32, first token of each request in q, on the CPU (which
                 costs no wait for the GPU) or on the wrapper's device (copied back once).
-            kv_indptr: [batch_size + 1] int32, first token of each request in k and v.
+            kv_indptr: [batch_size + 1] int32, first token of each request in k and v. A request has
+                at most 2^30 keys.
             v_indptr, o_indptr: where each request begins in v and the output: kv_indptr and
                 qo_indptr again, in tokens or in elements. Those on the GPU are waited for.
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().

@@ -567,6 +567,22 @@ def test_what_would_work_for_a_head_dim_of_100_works(target):
     torch.testing.assert_close(out[..., :100].cpu().double(), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_what_would_work_for_contiguous_8_bit_rows_of_72_bytes_works(target):
+    """The view of wider rows that the message asks for computes what it is asked for."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(n, 2, 72, generator=generator).half() for n in (5, 9, 9))
+    k8, v8 = (t.to(torch.float8_e4m3fn).to(target.device) for t in (k, v))
+    with pytest.raises(ValueError, match=r"72 bytes.*rows of 80 columns .* first 72$"):
+        preflash.single_prefill_with_kv_cache(q.to(target.device), k8, v8, backend=target.backend)
+    rows = [torch.empty(9, 2, 80, dtype=k8.dtype, device=k8.device)[..., :72] for _ in "kv"]
+    for view, values in zip(rows, (k8, v8), strict=True):
+        view.copy_(values)
+    out = preflash.single_prefill_with_kv_cache(q.to(target.device), *rows, backend=target.backend)
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k8.cpu().double()) / math.sqrt(72)
+    expected = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v8.cpu().double())
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-3, atol=2e-3)
+
+
 def test_there_are_enough_refusals():
     distinct = {
         (group, m.id)
