@@ -1,4 +1,4 @@
-"""Whether torch records a call instead of making it, or would differentiate it: preflash computes
+"""Checks that torch makes a call instead of recording or differentiating it: preflash computes
 forward, and at once."""
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def _no_gradient(why: str) -> NotImplementedError:
 
 
 def traced() -> bool:
-    """Whether torch records this call instead of making it (_wrap.traced): torch.compile, make_fx,
-    torch.export, FakeTensorMode. The first of them takes the first term for True.
+    """Returns True where torch records this call instead of making it (_wrap.traced):
+    torch.compile, make_fx, torch.export, FakeTensorMode. torch.compile takes the first term for
+    True.
 
     Raises NotImplementedError where a recorded transform of torch.func would differentiate the
     call: its operator would have a gradient of zeros.

@@ -168,7 +168,7 @@ def _metadata(what: str, thread: int, **args: object) -> dict:
 
 
 def why_no_picture() -> str:
-    """Empty where one can be drawn."""
+    """Returns why no picture can be drawn; "" if one can."""
     if extras.is_installed("matplotlib"):
         return ""
     return f"a picture takes matplotlib, which is not installed: {extras.pip_line('matplotlib')}"
