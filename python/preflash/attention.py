@@ -109,6 +109,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             The others, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
+        check.one_cache((sinks,))
         given = run_options(self, (args, k_scale, v_scale, sinks), options)
         outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
         return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)

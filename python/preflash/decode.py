@@ -50,7 +50,10 @@ def single_decode_with_kv_cache(a: SingleDecodeArguments) -> Result:
     if not check.traced():
         check.tensor("q", q)
     if q.dim() != 2:
-        raise ValueError(f"q has shape {tuple(q.shape)}; must be [num_qo_heads, head_dim]")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; must be [num_qo_heads, head_dim]: a batch goes through "
+            "BatchDecodeWithPagedKVCacheWrapper"
+        )
     result = attention_of_one(converted(a, SingleArguments, q=q.unsqueeze(0)))
     if isinstance(result, tuple):
         out, lse = result

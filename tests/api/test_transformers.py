@@ -554,6 +554,20 @@ def test_masks_of_other_code(target, dtype):
         layer.is_causal = True
 
 
+@pytest.mark.parametrize(
+    ("backend", "error", "words"),
+    [
+        ("fa4", ValueError, "backend='fa4': must be one of auto, fa3, fa2, cpu, cudnn"),
+        ("trtllm-gen", ValueError, "PREFLASH_BACKEND=auto in the environment"),
+        (None, TypeError, "backend must be a str, one of auto, fa3, fa2, cpu, cudnn"),
+    ],
+)
+def test_register_refuses_a_backend_at_once(target, dtype, backend, error, words):
+    with pytest.raises(error, match=words):
+        integration.register(backend)
+    assert integration._backend == target.backend
+
+
 def test_refusals(target, dtype):
     model = pair("Mistral", target, dtype)[1]
     ids, _ = tokens(target, 9)

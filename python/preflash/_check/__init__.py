@@ -7,6 +7,7 @@ options     arguments -> AttentionOptions, which decide a kernel and a work list
 lengths     index arrays -> the lengths of a batch and its pages
 scales      softmax scale and calibration scales -> two factors
 outputs     out, lse and their layout
+extras      optional packages and the pip line that installs each
 pages       the arguments of append_paged_kv_cache and its like
 request     what a plan is made for: checked options, lengths and mask
 tensors     the tensors of run() against the request

@@ -24,16 +24,25 @@ def with_nearest(message: str, names: Iterable[str]) -> str:
     return f"{message}. Did you mean {near[0]!r}?" if near else message
 
 
+REFUSALS = (TypeError, ValueError, NotImplementedError)
+
+
+def renamed_error(error: Exception, names: Mapping[str, str]) -> Exception:
+    """Returns the error of REFUSALS with its words replaced by `names`."""
+    says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
+    return error if says == str(error) else type(error)(says)
+
+
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the arguments as the caller's caller knows them."""
+    """Makes errors name the arguments as the caller's caller knows them."""
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-        if says == str(error):
+    except REFUSALS as error:
+        found = renamed_error(error, names)
+        if found is error:
             raise
-        raise type(error)(says) from None
+        raise found from None
 
 
 def tells_nearest(function: Function) -> Function:

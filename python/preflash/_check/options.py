@@ -108,6 +108,7 @@ def single_options(a: calls.SingleArguments) -> _core.AttentionOptions:
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)
     if v.shape[tokens] != k.shape[tokens]:
         raise ValueError(f"v has {v.shape[tokens]} tokens and k {k.shape[tokens]}; must be equal")
+    _check_layout(q.shape[1], k.shape, a.kv_layout)
     return _attention_options(
         options,
         has_mask(a),
@@ -118,6 +119,20 @@ def single_options(a: calls.SingleArguments) -> _core.AttentionOptions:
         head_dim_qk=q.shape[2],
         head_dim_vo=v.shape[2],
     )
+
+
+def _check_layout(num_qo_heads: int, k: torch.Size, kv_layout: str) -> None:
+    """Refuses a k whose heads fit those of q in the other layout alone."""
+    heads, tokens = (k[1], k[0]) if kv_layout == "NHD" else (k[0], k[1])
+    if heads > 0 and tokens > 0 and num_qo_heads % heads != 0 and num_qo_heads % tokens == 0:
+        other, order = "NHD", "[kv_len, num_kv_heads, head_dim]"
+        if kv_layout == "NHD":
+            other, order = "HND", "[num_kv_heads, kv_len, head_dim]"
+        raise ValueError(
+            f"k has shape {tuple(k)}, so with kv_layout={kv_layout!r} num_kv_heads = {heads}, of "
+            f"which num_qo_heads = {num_qo_heads} is not a multiple; pass kv_layout={other!r} if k "
+            f"and v are {order}"
+        )
 
 
 def single_key(a: calls.SingleArguments) -> tuple:

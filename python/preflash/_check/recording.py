@@ -1,8 +1,10 @@
-"""Whether torch records a call instead of making it, or would differentiate it: preflash computes
+"""Checks that torch makes a call instead of recording or differentiating it: preflash computes
 forward, and at once."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,6 +29,10 @@ TORCH = _core.Torch(
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# The reason that torch.compile prints where it cannot trace one of these functions.
+_WHY_EAGER = "it reads addresses of tensors and runs at once; call it outside of torch.compile"
+_TAKES_REASON = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.7
+
 
 def eager(function: Function) -> Function:
     """Keeps torch.compile out of a function and of what it calls: they run as they are written,
@@ -36,6 +42,7 @@ def eager(function: Function) -> Function:
     tensors. Unlike torch.compiler.disable this costs an ordinary call nothing.
     """
     function._torchdynamo_disable = True  # not inlined
+    function._torchdynamo_disable_msg = _WHY_EAGER  # read by torch 2.7 and later
     dynamo = torch._C._dynamo.eval_frame
     actions = getattr(dynamo, "_FrameAction", None)
     strategy = getattr(dynamo, "_FrameExecStrategy", None)
@@ -44,6 +51,13 @@ def eager(function: Function) -> Function:
     elif hasattr(dynamo, "skip_code"):  # torch 2.5 and before
         dynamo.skip_code(function.__code__)
     return function
+
+
+def not_compiled(reason: str) -> Callable[[Function], Function]:
+    """Decorates a function with torch.compiler.disable, and with the reason that torch.compile
+    prints at its graph break. torch 2.4 to 2.6 print no reason."""
+    options = {"reason": reason} if _TAKES_REASON else {}
+    return functools.partial(torch.compiler.disable, **options)
 
 
 @eager
@@ -94,11 +108,36 @@ def _no_gradient(why: str) -> NotImplementedError:
 
 
 def traced() -> bool:
-    """Whether torch records this call instead of making it (_wrap.traced): torch.compile, make_fx,
-    torch.export, FakeTensorMode. The first of them takes the first term for True."""
-    return is_dynamo_compiling() or (
+    """Returns True where torch records this call instead of making it (_wrap.traced):
+    torch.compile, make_fx, torch.export, FakeTensorMode. torch.compile takes the first term for
+    True.
+
+    Raises NotImplementedError where a recorded transform of torch.func would differentiate the
+    call: its operator would have a gradient of zeros.
+    """
+    if is_dynamo_compiling() or (
         (function_mode_is_active() or num_dispatch_modes() > 0) and _recorder() is not None
-    )
+    ):
+        if _is_differentiating():
+            raise NotImplementedError(
+                "a transform of torch.func differentiates this call (grad, vjp, jvp, jacrev), and "
+                "preflash computes no gradients: it is forward only. Call it outside of the "
+                "transform"
+            )
+        return True
+    return False
+
+
+def _is_differentiating() -> bool:
+    """Returns True inside of a transform of torch.func that differentiates. torch.compile calls
+    this once, while it records, and takes the answer for a constant: its guards see other
+    transforms."""
+    functorch = torch._C._functorch
+    derivatives = (functorch.TransformType.Grad, functorch.TransformType.Jvp)
+    return any(one.key() in derivatives for one in functorch.get_interpreter_stack() or ())
+
+
+_is_differentiating._dynamo_marked_constant = True  # torch.compiler.assume_constant_result
 
 
 @eager

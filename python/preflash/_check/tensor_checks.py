@@ -104,7 +104,15 @@ def _unbacked(value: torch.Tensor) -> str:
     if value.is_meta:
         return "it is on the device meta"
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        return "it stands for another tensor inside a transform of torch.func; call outside of it"
+        if torch._C._functorch.is_batchedtensor(value):
+            return (
+                "it stands for a batch inside of torch.vmap, and transforms of torch.func are not "
+                "supported; loop over the batch, or give all of it to one call of a batch wrapper"
+            )
+        return (
+            "it stands for another tensor inside of a transform of torch.func, and these are not "
+            "supported; call preflash outside of it"
+        )
     kind = type(value)
     if kind not in (torch.Tensor, torch.nn.Parameter):
         return f"it is a {kind.__name__}; pass the plain tensor that it stands for"
@@ -184,7 +192,8 @@ def index_array(
     """Lengths, an indptr or pages: one-dimensional, on the CPU or on `device`."""
     value = tensor(name, value)
     if value.dtype not in dtypes:
-        raise TypeError(f"{name} is {value.dtype}; must be {' or '.join(map(str, dtypes))}")
+        allowed = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} is {value.dtype}; must be {allowed}{_int_hint(name, value)}")
     has_dims(name, value, 1, "one-dimensional")
     on_cpu_or(name, value, device)
     return value
@@ -224,7 +233,23 @@ def output(
 
 def has_dims(name: str, value: torch.Tensor, dims: int, wanted: str) -> None:
     if value.dim() != dims:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}")
+        hint = _batch_hint(name, value) if dims == 3 else ""
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}{hint}")
+
+
+def _batch_hint(name: str, value: torch.Tensor) -> str:
+    """Returns how to pass q, k or v [batch, tokens, heads, head_dim]; "" for other tensors."""
+    if value.dim() != 4 or name not in ("q", "k", "v"):
+        return ""
+    return (
+        f". Pass a batch [batch, tokens, heads, head_dim] as {name}.flatten(0, 1), with an indptr "
+        "of its requests, to BatchPrefillWithRaggedKVCacheWrapper or another batch wrapper"
+    )
+
+
+def _int_hint(name: str, value: torch.Tensor) -> str:
+    """Returns how to convert indices to int32; "" for a tensor that holds no integers."""
+    return f": pass {name}.int()" if value.dtype in _INTEGERS else ""
 
 
 def contiguous(name: str, value: torch.Tensor) -> None:
@@ -234,7 +259,8 @@ def contiguous(name: str, value: torch.Tensor) -> None:
 
 def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> None:
     if value.dtype != wanted:
-        raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why})")
+        hint = _int_hint(name, value) if wanted == torch.int32 else ""
+        raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why}){hint}")
 
 
 def contiguous_rows(name: str, value: torch.Tensor) -> None:
@@ -288,4 +314,7 @@ def not_overlapping(name: str, value: torch.Tensor) -> None:
 
 def has_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], meaning: str) -> None:
     if tuple(value.shape) != wanted:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}: {meaning}")
+        hint = _batch_hint(name, value) if len(wanted) == 3 else ""
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; must be {wanted}: {meaning}{hint}"
+        )

@@ -91,7 +91,10 @@ def _check_ragged(name: str, value: Any, head_dim: int, request: Request) -> KvN
     check.has_dims(name, value, 3, order)
     tokens = value.shape[0 if nhd else 1]
     wanted = (tokens, heads, head_dim) if nhd else (heads, tokens, head_dim)
-    check.has_shape(name, value, wanted, f"{order} as planned, kv_layout={request.kv_layout}")
+    meaning = f"{order} as planned, kv_layout={request.kv_layout}"
+    swapped = (value.shape[1], heads, head_dim) if nhd else (heads, value.shape[0], head_dim)
+    meaning += _layout_hint(value, swapped, request)
+    check.has_shape(name, value, wanted, meaning)
     if tokens < request.kv_tokens:
         raise ValueError(
             f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {request.kv_tokens}"
@@ -143,6 +146,7 @@ def _check_pages(name: str, value: Any, head_dim: int, request: Request) -> KvNu
     pages = value.shape[0] if value.dim() > 0 else 0
     wanted = (page_size, heads, head_dim) if nhd else (heads, page_size, head_dim)
     meaning = f"{_cache_shape(request, 1)} as planned, {request.kv_layout}"
+    meaning += _layout_hint(value, (pages, *wanted), request)
     check.has_shape(name, value, (pages, *wanted), meaning)
     if request.largest_page is not None and request.largest_page >= pages:
         raise ValueError(
@@ -152,6 +156,16 @@ def _check_pages(name: str, value: Any, head_dim: int, request: Request) -> KvNu
     check.rows(name, value)
     page, *inner = effective_strides(value)
     return (page, *_token_first(inner, request), pages, page_size)
+
+
+def _layout_hint(value: torch.Tensor, wanted: tuple[int, ...], request: Request) -> str:
+    """Returns the kv_layout to pass if k or v has the wanted shape with tokens and heads
+    exchanged; else ""."""
+    other = "HND" if request.kv_layout == "NHD" else "NHD"
+    *first, tokens, heads, head_dim = wanted
+    if tokens == heads or tuple(value.shape) != (*first, heads, tokens, head_dim):
+        return ""
+    return f"; the shape fits {other}: construct the wrapper with kv_layout={other!r}"
 
 
 def _token_first(strides: Sequence[int], request: Request) -> Sequence[int]:

@@ -343,12 +343,34 @@ def neutral(name: str, value: Any, *values: Any) -> None:
         )
 
 
+def custom_mask(name: str, value: Any) -> None:
+    """Refuses a bool in the place of a mask, where causal is not: single_prefill(q, k, v, True)."""
+    if isinstance(value, bool):
+        raise TypeError(
+            f"{name}={value}: must be a torch.Tensor; causal is another argument, pass causal="
+            f"{value} by name"
+        )
+
+
+def one_cache(after: tuple[Any, ...], dims: int = 3) -> None:
+    """Refuses run(q, k, v) of a wrapper that takes k and v as one argument.
+
+    after: the arguments after the cache; dims: the fewest dimensions by which the first of them is
+    v and no argument of its own.
+    """
+    if after and isinstance(after[0], Tensor) and after[0].dim() >= dims:
+        raise TypeError(
+            f"run(q, k, v): the third argument has shape {tuple(after[0].shape)}, and this wrapper "
+            "takes k and v as one argument; pass run(q, (k, v))"
+        )
+
+
 def nothing_more(function: str, extra: tuple[Any, ...]) -> None:
     """Positional arguments that kernels compiled at run time would take; None says nothing."""
     if any(value is not None for value in extra):
         raise TypeError(
             f"{function}() got {len(extra)} positional arguments too many: they belong to kernels "
-            "that are compiled at run time (jit_args); pass what is meant by its name"
+            "that are compiled at run time (jit_args); pass options by keyword"
         )
 
 

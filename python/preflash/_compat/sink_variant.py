@@ -81,6 +81,7 @@ def _run_paged(
         sm_scale: factor of the logits instead of plan()'s; None is plan()'s.
         The others are those of the wrapper's run(), by name.
     """
+    check.one_cache((sink,))
     return _run(self, q, paged_kv_cache, sink, sm_scale, args, options)
 
 

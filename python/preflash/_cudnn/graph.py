@@ -1,7 +1,6 @@
 """cuDNN's scaled dot product attention: graphs built by the cuDNN frontend, kept and run.
 
-Needs torch and, where something is to run, the `cudnn` module of the nvidia-cudnn-frontend package;
-nothing else of this package, so it can be imported alone.
+Needs torch and, where something is to run, the `cudnn` module of the nvidia-cudnn-frontend package.
 
 A graph fixes everything but addresses and the values in device arrays: lengths, offsets and page
 tables are read when it runs, so the host never waits, and a captured run follows what the arrays
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._check import extras
+
 OLDEST_BACKEND = 90700  # cuDNN 9.7: causal masks that end at the last key, for any lengths
-INSTALL = "pip install nvidia-cudnn-frontend (the extra preflash[cudnn])"
 
 _GRAPHS_KEPT = 256
 
@@ -35,11 +35,12 @@ def _load() -> tuple[ModuleType | None, str | None]:
     try:
         import cudnn
     except ImportError as error:
-        return None, f"the module cudnn does not import ({error}): {INSTALL}"
+        return None, extras.not_imported("cudnn", error)
     except Exception as error:  # what a broken library raises is no error of the caller's
         return None, f"the module cudnn does not import: {type(error).__name__}: {error}"
     if not hasattr(cudnn, "pygraph"):
-        return None, f"the module cudnn is not NVIDIA's ({cudnn!r}): {INSTALL}"
+        install = extras.pip_line("cudnn")
+        return None, f"the module cudnn is not NVIDIA's ({cudnn!r}): {install}"
     try:
         version = cudnn.backend_version()
     except Exception as error:

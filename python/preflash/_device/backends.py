@@ -134,12 +134,13 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
             "backend='cudnn' is served by cudnn_batch_prefill_with_kv_cache and by the paged and "
             f"the ragged batch wrapper; use one of {', '.join(NAMES)}"
         )
-    try:
-        return Requested(check.one_of("backend", name, names))
-    except ValueError as error:
-        if name not in FOREIGN:
-            raise
-        raise ValueError(f"{error}; {OVERRIDE}=auto in the environment takes this name") from None
+    if isinstance(name, str) and name in FOREIGN:
+        raise ValueError(
+            f"backend={name!r} has the kernels of another package; must be one of "
+            f"{', '.join(names)}: pass backend='auto', or, where an engine passes the name, set "
+            f"{OVERRIDE}=auto in the environment"
+        )
+    return Requested(check.one_of("backend", name, names))
 
 
 def candidates(name: str, device: torch.device) -> tuple[Backend, ...]:

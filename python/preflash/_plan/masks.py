@@ -64,6 +64,7 @@ def check_mask(
         meaning = "one element per query and key of every request, True keeps"
     else:
         return None
+    check.custom_mask(name, given)
     mask = check.tensor(name, given)
     if mask.dtype not in dtypes:
         raise TypeError(f"{name} is {mask.dtype}; must be {wanted}")

@@ -56,10 +56,9 @@ class KernelBackend:
     ) -> _core.Plan:
         refusal = self.refusal(device)
         if refusal is not None:
-            # A build without the kernels of one architecture says so wherever it is asked for
-            # them, also on other devices.
-            one = self._traits.one_architecture
-            if one and (missing := _core.find_error(self._family, options)) is not None:
+            # A build without the kernels of one architecture says so on every GPU.
+            asked = self._traits.one_architecture and device.type == "cuda"
+            if asked and (missing := _core.find_error(self._family, options)) is not None:
                 raise NotImplementedError(f"backend={self.name!r}: {missing}")
             raise ValueError(refusal)
         return _core.plan(
@@ -94,7 +93,10 @@ class CpuBackend(KernelBackend):
     @functools.cache  # noqa: B019, backends live as long as the process
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cpu":
-            return f"backend='cpu' computes on CPU tensors; the workspace is on {device}"
+            return (
+                f"backend='cpu' computes on CPU tensors, and the tensors of this call are on "
+                f"{device}: pass backend='auto', or CPU tensors"
+            )
         try:
             _core.cpu_isa()
         except ValueError as error:  # PREFLASH_CPU_ISA, which is read once
@@ -107,8 +109,8 @@ class CudaBackend(KernelBackend):
     def refusal(self, device: torch.device) -> str | None:
         if device.type != "cuda":
             return (
-                f"backend={self.name!r} computes on CUDA tensors; the workspace is on {device}: "
-                "use backend='auto' or 'cpu' there"
+                f"backend={self.name!r} computes on CUDA tensors, and the tensors of this call are "
+                f"on {device}: pass backend='auto' or 'cpu', or CUDA tensors"
             )
         capability = backends.compute_capability(device)
         if not self._traits.runs_on(capability):

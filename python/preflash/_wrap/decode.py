@@ -11,13 +11,13 @@ import torch
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
-from .._check.names import tells_nearest
+from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.tensors import check_decode_rows
 from .._compat.signatures import takes
 from .options import lists_options
 from .paged import BatchPrefillWithPagedKVCacheWrapper
-from .state import Asked
+from .state import Asked, Drafted
 
 
 def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
@@ -38,6 +38,13 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
             )
     return "float16" if q_data_type is None else q_data_type, kv_data_type
 
+
+# Arguments of the paged wrapper's plan() by their names in this module's.
+_NAMES = {
+    "paged_kv_indptr": "indptr",
+    "paged_kv_indices": "indices",
+    "paged_kv_last_page_len": "last_page_len",
+}
 
 # A call of plan() that run(q_len_per_req=...) may repeat, and the versions of its arrays.
 _MadeFrom = tuple[DecodePlanArguments, tuple[int, ...] | None]
@@ -132,11 +139,18 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         super()._begin_forward(a)
         self._made_from = None
 
+    def _drafted(self, *args: Any) -> Drafted:
+        try:
+            return super()._drafted(*args)
+        except REFUSALS as error:
+            raise renamed_error(error, _NAMES) from None
+
     @takes(DecodePlanArguments)
     def workspace_size(self, a: DecodePlanArguments) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most, as in
         BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
-        return super()._workspace_size(self._as_prefill(a))
+        with renamed(_NAMES):
+            return super()._workspace_size(self._as_prefill(a))
 
     def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
@@ -209,6 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             The others, all of them, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
+        check.one_cache(args)
         if len(args) != 3 or not isinstance(args[2], (torch.Tensor, float)):
             check.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:

@@ -123,8 +123,7 @@ def _buffer(
             "caller, where a captured run finds them; pass one"
         )
     value = check.tensor(name, value)
-    if value.dtype != dtype:
-        raise TypeError(f"{name} is {value.dtype}; must be {dtype}")
+    check.has_dtype(name, value, dtype, "a buffer of plan()")
     check.on_device(name, value, device)
     if value.dim() != 1 or not value.is_contiguous():
         raise ValueError(

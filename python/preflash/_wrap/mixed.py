@@ -35,6 +35,11 @@ class BatchAttention(OverPages):
         backend: str = "auto",
     ) -> None:
         check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device={str(device)!r}: torch finds no CUDA device here; pass device='cpu' to "
+                "compute on the CPU"
+            )
         buffer = torch.empty(_FLOAT_BYTES, dtype=torch.uint8, device=device)
         self._pages = Pages(buffer, kv_layout, backend=backend)
         self._logits_soft_cap = 0.0
@@ -141,6 +146,7 @@ class BatchAttention(OverPages):
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
+        check.one_cache((out,), dims=4)
         check.absent(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
         if cap not in (0.0, self._logits_soft_cap):

@@ -221,6 +221,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
+            check.one_cache(args)
             given = run_options(self, (args, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, paged_kv_cache, given, outputs)

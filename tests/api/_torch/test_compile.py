@@ -15,6 +15,7 @@ from compiled_calls import (
     calls_of,
     planned,
 )
+from preflash._check import recording
 from preflash._torch import operators
 from preflash.testing import Case, MaskKind, build, reference, runner
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -305,6 +306,59 @@ def test_gradients(target):
         torch.ops.preflash.run(wrapper._recorded_name, *tensors)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_derivatives_of_torch_func(target, transform):
+    """torch would take the operator's gradient for zeros."""
+    wrapper, inputs = planned(RAGGED, target)
+
+    def loss(q):
+        return wrapper.run(q, inputs.k, inputs.v).float().sum()
+
+    recorded = {
+        "inside": lambda q: torch.compile(transform(loss), backend="eager")(q),
+        "outside": lambda q: transform(torch.compile(loss, backend="eager"))(q),
+        "make_fx": lambda q: make_fx(transform(loss))(q),
+    }
+    for call in recorded.values():
+        torch._dynamo.reset()
+        with pytest.raises((NotImplementedError, RuntimeError), match="forward only"):
+            call(inputs.q)
+    # The same graph serves calls outside of the transform.
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    assert_same(compiled(inputs.q), loss(inputs.q))
+    with pytest.raises((NotImplementedError, RuntimeError), match="forward only"):
+        transform(compiled)(inputs.q)
+    assert_same(compiled(inputs.q), loss(inputs.q))
+
+
+def test_causal_in_the_place_of_a_mask(target):
+    q = torch.zeros(3, 2, 64, device=target.device)
+    single = torch.compile(preflash.single_prefill_with_kv_cache, backend="eager")
+    with pytest.raises(TypeError, match=r"custom_mask=True.* pass causal=True by name"):
+        single(q, q, q, True)
+
+
+@pytest.mark.parametrize("takes_reason", [True, False], ids=["torch 2.7", "torch 2.4"])
+def test_the_reason_of_a_graph_break(monkeypatch, takes_reason):
+    """torch.compiler.disable of torch 2.4 to 2.6 takes no reason."""
+    if takes_reason and not recording._TAKES_REASON:
+        pytest.skip("this torch prints no reason")
+    if not takes_reason:
+        disable = torch.compiler.disable
+        older = lambda fn=None, recursive=True: disable(fn, recursive)  # noqa: E731
+        monkeypatch.setattr(torch.compiler, "disable", older)
+        monkeypatch.setattr(recording, "_TAKES_REASON", False)
+
+    @recording.not_compiled("it reads a file")
+    def call(x):
+        return x + 1
+
+    assert call(1) == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+        torch.compile(lambda x: call(x * 1), backend="eager", fullgraph=True)(torch.ones(2))
+    assert ("reason: it reads a file" in str(caught.value)) == takes_reason
+
+
 def test_what_is_refused_is_refused_when_it_runs(target):
     """In the words of the ordinary call; a right call after it needs no other graph."""
     wrapper, inputs = planned(RAGGED, target)
@@ -333,8 +387,10 @@ def test_plan_is_no_part_of_a_graph(target):
         return wrapper.run(q * 1, k, v)
 
     tensors = (inputs.q, inputs.k, inputs.v)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         torch.compile(step, backend="eager", fullgraph=True)(*tensors)
+    if recording._TAKES_REASON:
+        assert "call it outside of torch.compile" in str(caught.value)
     assert_same(torch.compile(step, backend="eager")(*tensors), step(*tensors))
 
 

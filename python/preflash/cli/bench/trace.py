@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ... import _core
+from ..._check import extras
 from .. import CommandError, check_writable
 from ..machine import Place
 from .measure import Result, Trial, WrongResultError
@@ -168,10 +168,10 @@ def _metadata(what: str, thread: int, **args: object) -> dict:
 
 
 def why_no_picture() -> str:
-    """Empty where one can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "a picture takes matplotlib, which is not installed: pip install 'preflash[trace]'"
-    return ""
+    """Returns why no picture can be drawn; "" if one can."""
+    if extras.is_installed("matplotlib"):
+        return ""
+    return f"a picture takes matplotlib, which is not installed: {extras.pip_line('matplotlib')}"
 
 
 def draw(timeline: Timeline, path: pathlib.Path) -> None:
