@@ -1,10 +1,10 @@
-"""Milliseconds of one causal prefill over the GPUs of this machine, and what of them are the ring.
+"""Milliseconds of one causal prefill over the GPUs of this machine, and of its parts.
 
 for n in 1 2 4; do
     torchrun --standalone --nproc-per-node $n docs/examples/context_parallel.py 65536 262144
 done
 
-The ring runs under the products where "whole" is near "products", not near "products" + "ring".
+"attention" is the launches of one rank, "gather" the exchange of keys and values before them.
 """
 
 import os
@@ -18,15 +18,14 @@ from preflash import distributed
 
 HEADS, KV_HEADS, DIM, REPEATS = 32, 8, 128, 5
 
-os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring gets its SMs before the products
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 if on_gpu:
     torch.cuda.set_device(device)
-dist.init_process_group("nccl" if on_gpu else "gloo")
+dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
 world, rank = dist.get_world_size(), dist.get_rank()
 dtype = torch.bfloat16 if on_gpu else torch.float32
-pass_on = distributed._pass_on
+join_chunks = distributed.join_chunks
 
 
 def milliseconds(call):
@@ -41,29 +40,29 @@ def milliseconds(call):
     return statistics.median(times[1:])
 
 
-def products(q, k, v):
-    """The same launches on this rank's keys, which go nowhere."""
-    distributed._pass_on = lambda kv, tokens, group: (kv, [])
+def attention(q, k, v, all_k, all_v):
+    """Computes one rank's launches, with keys and values that were gathered before."""
+    gathered = iter((all_k, all_v))
+    distributed.join_chunks = lambda *_, **__: next(gathered)
     distributed.context_parallel_prefill(q, k, v)
-    distributed._pass_on = pass_on
-
-
-def ring(k, v):
-    for _ in range(world - 1):
-        for work in pass_on((k, v), len(k), None)[1]:
-            work.wait()
+    distributed.join_chunks = join_chunks
 
 
 if rank == 0:
-    print("| tokens | ranks | whole ms | products ms | ring ms | TFLOP/s |")
+    print("| tokens | ranks | whole ms | attention ms | gather ms | TFLOP/s |")
     print("|---|---|---|---|---|---|")
 for length in map(int, sys.argv[1:] or ["65536" if on_gpu else "1024"]):
     shapes = [(length // world, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in shapes)
-    whole = milliseconds(lambda: distributed.context_parallel_prefill(q, k, v))  # noqa: B023
-    parts = [milliseconds(lambda: products(q, k, v)), milliseconds(lambda: ring(k, v))]  # noqa: B023
+    joined = [join_chunks(x) for x in (k, v)]
+    calls = (
+        lambda: distributed.context_parallel_prefill(q, k, v),  # noqa: B023
+        lambda: attention(q, k, v, *joined),  # noqa: B023
+        lambda: [join_chunks(x) for x in (k, v)],  # noqa: B023
+    )
+    times = [milliseconds(call) for call in calls]
     if rank == 0:
-        tflops = 2 * length * length * HEADS * DIM / whole / 1e9
-        cells = " | ".join(f"{ms:.2f}" for ms in (whole, *parts))
+        tflops = 2 * length * length * HEADS * DIM / times[0] / 1e9
+        cells = " | ".join(f"{ms:.2f}" for ms in times)
         print(f"| {length} | {world} | {cells} | {tflops:.3g} |", flush=True)
 dist.destroy_process_group()

@@ -1,18 +1,18 @@
 """Context parallelism: attention of a batch over the GPUs of a torch.distributed group.
 
-Every rank holds a part of the tokens. Keys and values go round the ring of ranks, while each rank
-attends with its queries to the keys that it has; the partial results merge exactly.
+Every rank holds a part of the tokens. The ranks first gather all keys and values (all-gather
+context parallelism: Llama 3, arXiv:2407.21783, section 3.3.2). Each rank then attends with its own
+queries, in one launch per chunk, without merges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ._check import values as check
-from .cascade import merge_state_in_place
 from .prefill import single_prefill_with_kv_cache_return_lse
 
 __all__ = ["context_parallel_prefill", "join_chunks", "own_chunks"]
@@ -24,8 +24,8 @@ def own_chunks(
     *,
     seq_lens: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """This rank's tokens of x [tokens, ...]: of the 2 * world_size chunks of each request the one
-    at its rank and the one as far from the end, which is equal causal work for every rank.
+    """Returns this rank's tokens of x [tokens, ...]: chunks rank and 2 * world_size - 1 - rank of
+    each request (zig-zag sharding), so that causal work is equal on every rank.
 
     Args:
         seq_lens: tokens of each request, of any length; by default x is one request.
@@ -46,19 +46,29 @@ def join_chunks(
     *,
     seq_lens: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """What own_chunks() took apart, [tokens, ...] on every rank. seq_lens: as there."""
+    """Joins what own_chunks() took apart: [tokens, ...] on every rank. seq_lens: as there.
+
+    Takes memory for the tokens twice: as they come, and joined.
+    """
     world = dist.get_world_size(group)
     seq_lens = seq_lens or [x.shape[0] * world]
-    everything = torch.arange(sum(seq_lens), device=x.device)
-    rows = [_chunks_of(everything, seq_lens, world, rank) for rank in range(world)]
-    sent = x.new_empty(max(map(len, rows)), *x.shape[1:])  # as much from every rank
-    sent[: x.shape[0]] = x
-    parts = [torch.empty_like(sent) for _ in range(world)]
-    dist.all_gather(parts, sent, group=group)
-    joined = x.new_empty(len(everything), *x.shape[1:])
-    for part, of_rank in zip(parts, rows, strict=True):
-        joined[of_rank] = part[: len(of_rank)]
-    return joined
+    sizes = [_own_sizes(seq_lens, world, rank) for rank in range(world)]
+    most = max(map(sum, sizes))  # of every rank alike
+    sent = x.contiguous()
+    if x.shape[0] < most:
+        sent = x.new_empty(most, *x.shape[1:])
+        sent[: x.shape[0]] = x
+    parts = x.new_empty(world, *sent.shape)
+    if x.is_cuda:
+        dist.all_gather_into_tensor(parts, sent, group=group)
+    else:  # gloo
+        dist.all_gather(list(parts), sent, group=group)
+    chunks = [part[: sum(own)].split(own) for part, own in zip(parts, sizes, strict=True)]
+    in_order = []
+    for i in range(0, 2 * len(seq_lens), 2):
+        in_order += [of_rank[i] for of_rank in chunks]
+        in_order += [of_rank[i + 1] for of_rank in reversed(chunks)]
+    return torch.cat(in_order)
 
 
 def context_parallel_prefill(
@@ -73,10 +83,10 @@ def context_parallel_prefill(
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of requests whose tokens are spread over a group as own_chunks() spreads them.
+    """Computes attention of requests whose tokens are spread over a group as own_chunks() spreads
+    them (NCCL, or gloo for CPU tensors).
 
-    While a rank computes with the keys that it has, the next keys are on their way (NCCL, or gloo
-    for CPU tensors).
+    Takes memory for K and V of all ranks, twice for one of the two while it comes.
 
     Args:
         q: [tokens, num_qo_heads, head_dim], this rank's.
@@ -88,7 +98,7 @@ def context_parallel_prefill(
 
     Returns:
         out [tokens, num_qo_heads, head_dim of v] and LSE [tokens, num_qo_heads] (float32, base 2)
-        of this rank's queries. Each merge rounds out to q's dtype.
+        of this rank's queries.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as single_prefill_with_kv_cache does; a number
@@ -102,76 +112,46 @@ def context_parallel_prefill(
         if tokens % 2:
             raise ValueError(f"q has {tokens} tokens; must be even, or give seq_lens")
         seq_lens = [tokens * world]
-    # Both chunks of each request, of each rank.
-    lens = [[_chunk_lens(length, world, of) for length in seq_lens] for of in range(world)]
-    held = [sum(map(sum, of_rank)) for of_rank in lens]
+    own = _own_sizes(seq_lens, world, rank)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.shape[0] != held[rank]:
+        if x.shape[0] != sum(own):
             raise ValueError(
-                f"{name} has {x.shape[0]} tokens; rank {rank} of {world} has {held[rank]}"
+                f"{name} has {x.shape[0]} tokens; rank {rank} of {world} has {sum(own)}"
             )
-    options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     check.has_dtype("v", v, k.dtype, "k's")
-    kv, results = (k.contiguous(), v.contiguous()), []  # (out, LSE) of each request
-    for step in range(world):
-        owner = (rank - step) % world  # of the keys that are here
-        coming, waits = (None, []) if step == world - 1 else _pass_on(kv, held[owner - 1], group)
-        try:
-            for i, (rows, skipped, keys) in enumerate(_visible(lens, rank, owner, causal)):
-                part = single_prefill_with_kv_cache_return_lse(
-                    q[rows], *(x[keys] for x in kv), causal=causal and step == 0, **options
+    k, v = (join_chunks(x, group, seq_lens=seq_lens) for x in (k, v))
+    options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
+    results, row, key = [], 0, 0  # (out, LSE) of each chunk
+    for length in seq_lens:
+        spans = [_chunk_span(length, world, i) for i in (rank, 2 * world - 1 - rank)]
+        if not causal:  # both chunks keep all keys
+            spans = [(0, sum(end - begin for begin, end in spans))]
+        for begin, end in spans:
+            rows = slice(row, row + end - begin)
+            keys = slice(key, key + (end if causal else length))
+            results.append(
+                single_prefill_with_kv_cache_return_lse(
+                    q[rows], k[keys], v[keys], causal=causal, **options
                 )
-                if step == 0:
-                    results.append(part)
-                else:
-                    merge_state_in_place(*(x[skipped:] for x in results[i]), *part)
-        finally:  # also of a call that is refused: the group's next call would wait for ever
-            for wait in waits:
-                wait.wait()
-        kv = coming
-    if len(results) == 1:
-        return results[0]
-    return tuple(torch.cat(x) for x in zip(*results, strict=True))
+            )
+            row = rows.stop
+        key += length
+    out, lse = zip(*results, strict=True)
+    return torch.cat(out), torch.cat(lse)
 
 
-def _visible(
-    lens: list[list[tuple[int, int]]], rank: int, owner: int, causal: bool
-) -> Iterator[tuple[slice, int, slice]]:
-    """For each request the rows of a rank that see keys of the owner, how many rows of the request
-    are before these, and the keys that they see. A rank's own tokens are in order: for these,
-    causal by index is causal by position."""
-    row = key = 0
-    for own, others in zip(lens[rank], lens[owner], strict=True):
-        last_row, last_key = row + sum(own), key + sum(others)
-        # Of a rank before ours the first chunk is before both of ours, and the last behind both.
-        seen = key + others[0] if causal and owner < rank else last_key
-        # Of a rank behind ours both chunks are before our last one, and behind our first.
-        skipped = own[0] if causal and owner > rank else 0
-        yield slice(row + skipped, last_row), skipped, slice(key, seen)
-        row, key = last_row, last_key
-
-
-def _chunk_lens(length: int, world: int, rank: int) -> tuple[int, int]:
-    """As tensor_split() of the request cuts them."""
+def _chunk_span(length: int, world: int, i: int) -> tuple[int, int]:
+    """Returns where chunk i of 2 * world begins and ends, as tensor_split() cuts a request."""
     size, longer = divmod(length, 2 * world)
-    return size + (rank < longer), size + (2 * world - 1 - rank < longer)
+    return i * size + min(i, longer), (i + 1) * size + min(i + 1, longer)
+
+
+def _own_sizes(seq_lens: Sequence[int], world: int, rank: int) -> list[int]:
+    """Returns the tokens of a rank's two chunks of each request, one after the other."""
+    chunks = (_chunk_span(n, world, i) for n in seq_lens for i in (rank, 2 * world - 1 - rank))
+    return [end - begin for begin, end in chunks]
 
 
 def _chunks_of(x: torch.Tensor, seq_lens: Sequence[int], world: int, rank: int) -> torch.Tensor:
     requests = (part.tensor_split(2 * world) for part in x.split(list(seq_lens)))
     return torch.cat([chunks[i] for chunks in requests for i in (rank, -1 - rank)])
-
-
-def _pass_on(
-    kv: tuple[torch.Tensor, torch.Tensor], tokens: int, group: dist.ProcessGroup | None
-) -> tuple[tuple[torch.Tensor, torch.Tensor], list[dist.Work]]:
-    """Starts sending keys and values to the next rank; what comes, of so many tokens, and what to
-    wait for."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    to, source = ((rank + 1) % world, (rank - 1) % world)
-    if group is not None:
-        to, source = (dist.get_global_rank(group, one) for one in (to, source))
-    coming = tuple(x.new_empty(tokens, *x.shape[1:]) for x in kv)
-    operations = [dist.P2POp(dist.isend, x, to, group) for x in kv]
-    operations += [dist.P2POp(dist.irecv, x, source, group) for x in coming]
-    return coming, dist.batch_isend_irecv(operations)
