@@ -14,7 +14,7 @@ from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPla
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._compat.signatures import takes
-from .options import lists_options
+from .options import lists_options_of
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .state import Asked
 
@@ -181,7 +181,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """Of the plan; None before."""
         return None if self._batch is None else max(self._batch.max_qo_len, 1)
 
-    @lists_options
+    @lists_options_of(BatchPrefillWithPagedKVCacheWrapper.run)
     def run(
         self,
         q: torch.Tensor,
