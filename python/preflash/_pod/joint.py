@@ -230,8 +230,8 @@ def _both_sides(joint: Joint, decode: Request) -> list[Request]:
     "_cached_kv_data_type",
 )  # fmt: skip
 class PodWrapper:
-    """Base of both POD wrappers. `_decode` plans the decode side alone. It owns the float workspace,
-    the buffers of CUDA graphs and the plan of every run()."""
+    """Base of both POD wrappers. `_decode` plans the decode side alone. It owns the float
+    workspace, the buffers of CUDA graphs and the plan of every run()."""
 
     _decode: BatchPrefillWithPagedKVCacheWrapper
     _joints: Joints
