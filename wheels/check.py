@@ -101,7 +101,8 @@ def _size_and_tags(wheel: Path) -> list[str]:
 
 
 def _contents(package: Path) -> list[str]:
-    expected = ["__init__.py", "py.typed", "variants.json", "lib/libpreflash_kernels_common.so"]
+    expected = ["__init__.py", "py.typed", "prefill.pyi", "variants.json"]
+    expected += ["lib/libpreflash_kernels_common.so"]
     found = [f"lacks preflash/{name}" for name in expected if not (package / name).is_file()]
     if len(list(package.glob("_core.*.so"))) != 1:
         found.append("does not hold exactly one preflash/_core")

@@ -44,10 +44,10 @@ class _BlockSparse(OverPages):
         self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def run_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """run() with return_lse=True."""
-        return self.run(q, k, v, return_lse=True, **options)
+        return self.run(q, k, v, *args, return_lse=True, **options)
 
     end_forward = Pages.end_forward
 

@@ -231,11 +231,11 @@ def _both_sides(joint: Joint, decode: Request) -> list[Request]:
 @forwards(
     "_decode", "_kv_layout", "_window_left", "_logits_soft_cap", "_sm_scale", "_pos_encoding_mode",
     "_rope_scale", "_rope_theta", "_jit_module", "_use_cuda_graph", "_cached_q_data_type",
-    "_cached_kv_data_type", "is_cuda_graph_enabled",
+    "_cached_kv_data_type",
 )  # fmt: skip
 class PodWrapper:
-    """What both wrappers tell of themselves. `_decode` is the decode side alone: it owns the float
-    workspace, the buffers of graphs and the plan that every run() goes by."""
+    """Base of both POD wrappers. `_decode` plans the decode side alone. It owns the float
+    workspace, the buffers of CUDA graphs and the plan of every run()."""
 
     _decode: BatchPrefillWithPagedKVCacheWrapper
     _joints: Joints
@@ -266,6 +266,11 @@ class PodWrapper:
     def device(self) -> torch.device:
         """Where the workspace and every tensor of run() are."""
         return self._decode.device
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """True if the wrapper was constructed with use_cuda_graph=True."""
+        return self._decode.is_cuda_graph_enabled
 
     @property
     def variant(self) -> str | None:

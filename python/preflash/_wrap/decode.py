@@ -15,7 +15,7 @@ from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.tensors import check_decode_rows
 from .._compat.signatures import takes
-from .options import lists_options
+from .options import lists_options_of
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 from .state import Asked, Drafted
 
@@ -197,7 +197,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """Of the plan; None before."""
         return None if self._batch is None else max(self._batch.max_qo_len, 1)
 
-    @lists_options
+    @lists_options_of(BatchPrefillWithPagedKVCacheWrapper.run)
     def run(
         self,
         q: torch.Tensor,

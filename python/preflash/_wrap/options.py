@@ -4,7 +4,7 @@ plan(), and what forward() has instead of plan()'s."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .. import _core
@@ -21,16 +21,31 @@ _RUN_KEYWORDS = RunKeywords.__annotations__
 
 def lists_options(run: Run) -> Run:
     """Shows RunKeywords in the signature of a run() that takes them as **options."""
-    own = inspect.signature(run)
-    *named, options = own.parameters.values()
-    for name, of_type in _RUN_KEYWORDS.items():
-        annotation = getattr(of_type, "__forward_arg__", of_type)
-        named.append(
-            inspect.Parameter(name, options.KEYWORD_ONLY, default=None, annotation=annotation)
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=getattr(of_type, "__forward_arg__", of_type),
         )
-    if options.annotation == "Any":  # it takes more than those
-        named.append(options)
-    run.__signature__ = own.replace(parameters=named)
+        for name, of_type in _RUN_KEYWORDS.items()
+    ]
+    return _with_options(run, options)
+
+
+def lists_options_of(base: Callable[..., Any]) -> Callable[[Run], Run]:
+    """Shows the keywords of another run() in the signature of a run() that passes them on as
+    **options."""
+    parameters = inspect.signature(base).parameters.values()
+    keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    return lambda run: _with_options(run, keywords)
+
+
+def _with_options(run: Run, options: Sequence[inspect.Parameter]) -> Run:
+    own = inspect.signature(run)
+    *named, _ = own.parameters.values()
+    more = [one for one in options if one.name not in own.parameters]
+    run.__signature__ = own.replace(parameters=[*named, *more])
     return run
 
 

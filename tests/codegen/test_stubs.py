@@ -1,0 +1,91 @@
+"""The stubs of the public modules agree with the signatures that the package has at run time."""
+
+import ast
+import importlib
+import inspect
+
+import pytest
+import stubs
+
+NAMES = sorted(stubs.MODULES)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return stubs.stub_texts()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stubs_are_refreshed(name, texts):
+    path = stubs.DIRECTORY / f"{name}.pyi"
+    assert path.read_text() == texts[name], "`make stubs` writes the stubs of these signatures"
+
+
+def definitions(body):
+    """Returns the functions of a module or class: by name, the nodes of all overloads."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def signature_of(node):
+    """Returns the signature that Python makes of a definition without its annotations."""
+    for argument in ast.walk(node.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    node.decorator_list, node.returns = [], None
+    names = {"torch": importlib.import_module("torch")}
+    exec(ast.unparse(node), names)
+    return inspect.signature(names[node.name])
+
+
+def plain(signature):
+    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+def public_functions(name):
+    """Yields place, nodes and run-time object of every function and method of a stub."""
+    module = importlib.import_module(f"preflash.{name}")
+    tree = ast.parse((stubs.DIRECTORY / f"{name}.pyi").read_text())
+    for function, nodes in definitions(tree.body).items():
+        yield function, nodes, getattr(module, function)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            for method, nodes in definitions(node.body).items():
+                yield f"{node.name}.{method}", nodes, getattr(getattr(module, node.name), method)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_defaults_are_those_of_run_time(name):
+    """The first overload has them. run_return_lse() shows the parameters of run() instead."""
+    compared = 0
+    for place, nodes, function in public_functions(name):
+        if isinstance(function, property) or place.endswith(".run_return_lse"):
+            continue
+        assert plain(signature_of(nodes[0])) == plain(inspect.signature(function)), place
+        compared += 1
+    assert compared > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_call_with_a_flag_has_overloads(name):
+    for place, nodes, function in public_functions(name):
+        flagged = not isinstance(function, property) and any(
+            flag in inspect.signature(function).parameters
+            for flag in ("return_lse", "return_lse_p", "save_softmax_stats")
+        )
+        assert (len(nodes) > 1) == flagged, place
+
+
+def test_every_public_call_of_a_stubbed_module_is_in_it():
+    for name in NAMES:
+        module = importlib.import_module(f"preflash.{name}")
+        text = (stubs.DIRECTORY / f"{name}.pyi").read_text()
+        exported = next(
+            ast.literal_eval(node.value)
+            for node in ast.parse(text).body
+            if isinstance(node, ast.Assign)
+        )
+        assert exported == module.__all__
