@@ -132,6 +132,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor,
     ) -> None: ...
+    @property
+    def variant(self) -> str | None: ...
     def workspace_size(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor,
         paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor, num_qo_heads: int,
