@@ -171,7 +171,7 @@ PLAN = {
     "kv_wider": ({"q_data_type": E4M3, "kv_data_type": HALF}, TypeError, "kv_data_type=.*float16"),
     "kv_e5m2": ({"q_data_type": E4M3, "kv_data_type": E5M2}, TypeError, "kv_data_type=.*e5m2"),
     "kv_other": ({"kv_data_type": BFLOAT}, TypeError, "kv_data_type=torch.bfloat16: must be q's"),
-    "name": ({"kv_data_type": "fp8_e4m3"}, ValueError, "kv_data_type='fp8_e4m3': not the name"),
+    "name": ({"kv_data_type": "fp8_e4m4"}, ValueError, "kv_data_type='fp8_e4m4': not the name"),
     "out_fp8": ({"o_data_type": E4M3}, NotImplementedError, "o_data_type=torch.float8_e4m3fn"),
     "out_float32": (
         {"q_data_type": E4M3, "kv_data_type": None, "o_data_type": torch.float32},
