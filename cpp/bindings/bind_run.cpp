@@ -50,15 +50,16 @@ PyMethodDef check_definition =
     fast_definition("check_run", &check_run, "The checks of a bound run alone.");
 
 // (place, plan, partials, masks, largest_pages, held, known, functions, context, num_threads,
-// launched_by)
+// launched_by, kv_lens)
 PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 11) return PyErr_Format(PyExc_TypeError, "bound_run takes 11 arguments");
+  if (count != 12) return PyErr_Format(PyExc_TypeError, "bound_run takes 12 arguments");
   const auto object = [given](int i) { return py::reinterpret_borrow<py::object>(given[i]); };
   try {
     auto place = object(0).cast<std::shared_ptr<Place>>();
     std::vector<RunMemory> memory;
-    for (const py::handle mask : object(3)) {
-      memory.push_back(RunMemory::of_plan(*place->torch, object(2), mask));
+    const auto masks = object(3).cast<py::list>(), kv_lens = object(11).cast<py::list>();
+    for (std::size_t s = 0; s < masks.size(); ++s) {
+      memory.push_back(RunMemory::of_plan(*place->torch, object(2), masks[s], kv_lens[s]));
     }
     auto bound =
         std::make_shared<BoundRun>(std::move(place), object(1).cast<std::shared_ptr<Plan>>(),

@@ -96,13 +96,17 @@ TensorMemory memory_of(const Torch& torch, std::string_view name, py::handle ten
   return memory;
 }
 
-RunMemory RunMemory::of_plan(const Torch& torch, py::object partials, py::handle mask) {
+RunMemory RunMemory::of_plan(const Torch& torch, py::object partials, py::object mask,
+                             py::object kv_lens) {
   RunMemory memory;
   memory.partials = std::move(partials);
   if (!mask.is_none()) {
     memory.extras.mask_bits = pointer<const std::uint8_t>(torch.address_of(mask.ptr()));
-    memory.owners = py::reinterpret_borrow<py::object>(mask);
   }
+  if (!kv_lens.is_none()) {
+    memory.extras.kv_lens = pointer<const std::int32_t>(torch.address_of(kv_lens.ptr()));
+  }
+  memory.owners = py::make_tuple(std::move(mask), std::move(kv_lens));
   return memory;
 }
 
@@ -118,6 +122,8 @@ RunMemory RunMemory::of(const Torch& torch, py::object partials, py::dict of_ext
       extras.mask_bits = pointer<const std::uint8_t>(address);
     } else if (name == "mask_tiles") {
       extras.mask_tiles = pointer<std::uint32_t>(address);
+    } else if (name == "kv_lens") {
+      extras.kv_lens = pointer<const std::int32_t>(address);
     } else {
       const auto* of_heads = std::ranges::find(kHeadTensors, name, &HeadTensor::name);
       if (of_heads == std::end(kHeadTensors)) {

@@ -34,7 +34,9 @@ struct RunMemory {
   float skip_factor = 0.0f;  // of this run, for a plan that skips; 0: the plan's
   pybind11::object owners;   // of what extras points at
 
-  static RunMemory of_plan(const Torch& torch, pybind11::object partials, pybind11::handle mask);
+  // mask, kv_lens: tensors or None.
+  static RunMemory of_plan(const Torch& torch, pybind11::object partials, pybind11::object mask,
+                           pybind11::object kv_lens);
   // of_extras: tensors or None, by the names of their fields in RunExtras. Throws pybind11's
   // type_error for others.
   static RunMemory of(const Torch& torch, pybind11::object partials, pybind11::dict of_extras);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "planner/message.h"
@@ -140,7 +141,36 @@ std::int32_t Batch::set_page_indices(const std::int32_t* indices, std::int64_t c
   return largest;
 }
 
+void Batch::use_block_table(std::int64_t row_stride) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (row_stride < 0 || (row_stride > 0 && num_requests() > kMost / row_stride)) {
+    refuse("paged_kv_indices: a block table of ", num_requests(), " rows that are ", row_stride,
+           " elements apart; must be less than 2^31 elements");
+  }
+  page_begin_.resize(num_requests());
+  for (int i = 0; i < num_requests(); ++i) {
+    page_begin_[i] = static_cast<std::int32_t>(i * row_stride);
+  }
+}
+
+std::int64_t Batch::page_entries() const {
+  if (!has_block_table()) return kv_end();
+  std::int64_t entries = 0;
+  for (int i = 0; i < num_requests(); ++i) {
+    entries = std::max<std::int64_t>(entries, page_begin_[i] + pages_of(i));
+  }
+  return entries;
+}
+
 std::int32_t Batch::largest_page_of(const std::int32_t* indices, std::int64_t count) const {
+  if (has_block_table()) {
+    std::int32_t largest = -1;
+    for (int i = 0; i < num_requests(); ++i) {
+      largest = std::max(largest,
+                         largest_page(scan_pages(indices + page_begin_[i], pages_of(i), nullptr)));
+    }
+    return largest;
+  }
   const std::int64_t first = first_used(count);
   return largest_page(scan_pages(indices + first, count - first, nullptr));
 }
@@ -176,9 +206,10 @@ void Batch::describe(SegmentProblem* problem) const {
   problem->qo_indptr = qo_indptr_;
   problem->kv_indptr = kv_indptr_;
   problem->last_page_len = last_page_len_;
+  problem->page_begin = page_begin_;
   problem->mask_indptr = mask_indptr_;
   problem->page_size = page_size_;
-  problem->are_bounds = are_bounds_;
+  problem->are_bounds = are_bounds_ || kv_are_bounds_;
 }
 
 }  // namespace preflash

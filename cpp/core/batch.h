@@ -25,7 +25,7 @@ struct BatchArrays {
   bool are_bounds = false;
 };
 
-// [num_requests, row_stride]: the same pages as the page indices, one row per request.
+// [num_requests, row_stride]: pages, one row per request.
 struct BlockTables {
   const std::int32_t* data = nullptr;
   std::int64_t row_stride = 0;
@@ -51,6 +51,20 @@ class Batch {
   std::span<const std::int32_t> kv_indptr() const { return kv_indptr_; }
   std::span<const std::int32_t> last_page_len() const { return last_page_len_; }
   std::span<const std::int64_t> mask_indptr() const { return mask_indptr_; }
+
+  // The page indices are a block table: request i's pages begin at i * row_stride. Throws
+  // std::invalid_argument beyond int32.
+  void use_block_table(std::int64_t row_stride);
+  // Where each request's pages begin in the page indices.
+  std::span<const std::int32_t> page_begin() const {
+    return has_block_table() ? page_begin_ : std::span(kv_indptr_).first(num_requests());
+  }
+  // The entries of the page indices that requests own, and all before them.
+  std::int64_t page_entries() const;
+
+  // The keys of each request are upper bounds: a run brings their numbers (RunExtras::kv_lens).
+  void use_kv_upper_bounds() { kv_are_bounds_ = true; }
+  bool kv_are_bounds() const { return kv_are_bounds_; }
 
   // A run's q has these rows and no more, as a decode batch wants it.
   void require_exact_rows() { exact_rows_ = true; }
@@ -91,6 +105,8 @@ class Batch {
   void describe(SegmentProblem* problem) const;
 
  private:
+  bool has_block_table() const { return !page_begin_.empty(); }
+  std::int32_t pages_of(int request) const { return kv_indptr_[request + 1] - kv_indptr_[request]; }
   // Entries before it belong to no request.
   std::int64_t first_used(std::int64_t count) const;
 
@@ -98,6 +114,7 @@ class Batch {
   std::vector<std::int32_t> kv_indptr_;
   std::vector<std::int32_t> last_page_len_;
   std::vector<std::int64_t> mask_indptr_;
+  std::vector<std::int32_t> page_begin_;                // empty: no block table
   std::shared_ptr<const std::int32_t[]> page_indices_;  // copies share them
   std::int64_t num_page_indices_ = 0;
   PinnedArray* pinned_page_indices_ = nullptr;  // page_indices_ owns it
@@ -105,6 +122,7 @@ class Batch {
   int page_size_ = 0;
   bool are_bounds_ = false;
   bool exact_rows_ = false;
+  bool kv_are_bounds_ = false;
 };
 
 }  // namespace preflash

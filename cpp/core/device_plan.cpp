@@ -117,15 +117,13 @@ void DevicePlan::find_mask_tiles(int segment, const RunExtras& mask,
                                  const LaunchTarget& target) const {
   const PlannedSegment& planned = plan_->segments()[segment];
   const TileShape& tile = planned.kernel->tile_of(segment);
-  int first_request = 0;
-  for (int s = 0; s < segment; ++s) first_request += plan_->segments()[s].batch->num_requests();
   const int group_size = planned.options.gqa_ratio();
   const MaskTilesParams params{
       .shape = {.rows_per_tile =
                     rows_per_tile(planned.kernel->traits.tile_rows, tile.m, group_size),
                 .tile_keys = tile.n,
                 .group_size = group_size},
-      .requests = plan_->layout().requests.in(memory_) + first_request,
+      .requests = plan_->layout().requests.in(memory_) + plan_->first_request(segment),
       .mask_tiles_begin = plan_->layout().segments[segment].mask_tiles_begin.in(memory_),
       .mask_bits = mask.mask_bits,
       .words = mask.mask_tiles,

@@ -160,6 +160,7 @@ bool Launch::start(const RunArguments& arguments) const {
     segment.lse.data = given.lse;
     segment.lse.scale = given.lse_scale;
     segment.extras = given.extras;
+    if (given.extras.kv_lens != nullptr) segment.extras.kv_lens -= plan_->first_request(s);
     if (given.skip_factor > 0.0f) segment.skip_factor = given.skip_factor;
     segment.partial_o = layout.segments[s].partial_o.in(arguments.float_workspace);
     segment.partial_lse = layout.segments[s].partial_lse.in(arguments.float_workspace);

@@ -126,7 +126,7 @@ std::shared_ptr<const PrepassForm> plan_prepass(Family family, const PlanRequest
                                                 const Problem& problem, const DeviceFacts& facts) {
   const SegmentProblem& segment = problem.segments[0];
   // Copies are laid out by plan()'s lengths, and a graph's launches outlive these.
-  if (request.graph_max_rows > 0 || request.batch->are_bounds()) return nullptr;
+  if (request.graph_max_rows > 0 || segment.are_bounds) return nullptr;
   const std::optional<AttentionOptions> options = prepass_options(segment);
   if (segment.prepass == Prepass::kNever || !options) return nullptr;
   const FoundKernel converting = find_kernel(family, segment, facts);
@@ -199,6 +199,12 @@ Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& ch
   place_page_indices();
 }
 
+int Plan::first_request(int segment) const {
+  int first = 0;
+  for (int s = 0; s < segment; ++s) first += segments_[s].batch->num_requests();
+  return first;
+}
+
 void Plan::place_copies(const std::shared_ptr<const PrepassForm>& prepass) {
   PlannedSegment& segment = segments_[0];
   segment.prepass = prepass;
@@ -255,7 +261,7 @@ void Plan::write(void* image) const {
     }
     if (segment.prepass == nullptr || segment.batch->page_size() == 0) continue;
     copy(segment.page_begin_offset,
-         segment.batch->kv_indptr().first(segment.prepass->num_requests()));
+         segment.batch->page_begin().first(segment.prepass->num_requests()));
   }
 }
 

@@ -60,6 +60,8 @@ class Plan {
   // The partials and, behind them, the copies of a segment that has some.
   std::int64_t float_bytes() const { return float_bytes_; }
   bool has_prepass() const { return segments_[0].prepass != nullptr; }
+  // The number of a segment's first request among those of the launch.
+  int first_request(int segment) const;
 
   // Whether every plan for a batch of this size has these sizes: a CUDA graph may then hold a
   // launch of it while other plans are written into the place.

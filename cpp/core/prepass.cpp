@@ -154,6 +154,7 @@ SegmentProblem PrepassForm::problem_of_kernel(SegmentProblem problem) const {
   static_cast<AttentionOptions&>(problem) = options_;
   problem.kv_indptr = kv_indptr_;
   problem.last_page_len = {};
+  problem.page_begin = {};
   problem.page_size = 0;
   return problem;
 }

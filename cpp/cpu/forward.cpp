@@ -347,8 +347,10 @@ LaunchError run_forward(const ForwardParams& params, int num_threads) {
     }
     parallel_for(params.num_items, num_threads, [&](int index) {
       const WorkItem& item = params.items[index];
-      const RequestInfo& request = params.requests[item.request];
+      RequestInfo request = params.requests[item.request];
       const Segment& segment = *segments[request.segment];
+      const std::int32_t* kv_lens = params.segments[request.segment].extras.kv_lens;
+      if (kv_lens != nullptr) request = with_keys(request, kv_lens[item.request]);
       const ItemTimer timer(params.records == nullptr ? nullptr : params.records + index);
       Item(segment, request, item, Scratch::of_this_thread(segment.shape)).run();
       timer.stop(item);

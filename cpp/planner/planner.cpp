@@ -38,7 +38,7 @@ std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kerne
 // With `disable` a request is not split, whatever fixed_split_size says: both promise results that
 // do not depend on the batch, and serving engines set both at once.
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
-  if (problem.split.disable) return kUnsplit;
+  if (problem.split.disable || problem.must_not_split()) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
 }
 
@@ -82,7 +82,7 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     RequestInfo& info = requests_[segment.first_request + i];
     info.qo_begin = problem.qo_indptr[i];
     info.qo_len = problem.qo_indptr[i + 1] - info.qo_begin;
-    info.kv_begin = problem.kv_indptr[i];
+    info.kv_begin = problem.kv_begin(i);
     info.kv_len = static_cast<std::int32_t>(problem.kv_len(i));
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;

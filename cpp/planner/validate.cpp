@@ -86,6 +86,11 @@ void check_scalars(const SegmentProblem& problem) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
            ": must be a positive number of keys, or None to let the planner choose");
   }
+  if (problem.split.fixed_split_size > 0 && !problem.split.disable && problem.must_not_split()) {
+    refuse("fixed_split_size = ", problem.split.fixed_split_size,
+           ": keys are not split under a window (window_left = ", problem.window_left,
+           ") of lengths that only the device knows; use disable_split_kv");
+  }
   if (problem.graph_max_rows < 0) {
     refuse("graph_max_rows = ", problem.graph_max_rows, ": must be 0 (no CUDA graph) or positive");
   }

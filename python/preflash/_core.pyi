@@ -158,6 +158,7 @@ class Batch:
     ) -> None: ...
     are_bounds: Final[bool]
     exact_rows: Final[bool]
+    kv_are_bounds: Final[bool]
     num_requests: Final[int]
     page_size: Final[int]
     qo_begin: Final[int]
@@ -178,6 +179,13 @@ class Batch:
         """A copy that has a custom mask."""
 
     def use_mask(self) -> None: ...
+    page_entries: Final[int]
+    def use_block_table(self, row_stride: int) -> None:
+        """Makes request i's pages begin at i * row_stride in the page indices."""
+
+    def use_kv_upper_bounds(self) -> None:
+        """Makes the lengths of keys upper bounds of those that a run brings."""
+
     def may_leave_rows(self, q_rows: int) -> bool:
         """True if a q of so many rows may have rows of no request."""
 
@@ -411,7 +419,7 @@ class HeldMemory:
 class RunMemory:
     """What a launch uses beside the work list and the tensors of a segment. partials: the float
     workspace. skip_factor: instead of that of a plan with one; 0: the plan's. tensors: mask_bits,
-    mask_tiles and those of preflash._check.arguments.PerHead, by their names; None is absent."""
+    mask_tiles, kv_lens and those of preflash._check.arguments.PerHead, by name; None is absent."""
 
     def __init__(
         self,
@@ -457,6 +465,7 @@ def bound_run(
     context: Any,
     num_threads: Callable[[], int] | None,
     launched_by: Callable[[Callable[[], bool]], bool] | None,
+    kv_lens: Sequence[Any | None],
     /,
 ) -> Callable[..., Any]:
     """The function (q, kv, scales, outputs, memory), again for a second segment, that starts a

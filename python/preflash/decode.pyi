@@ -100,7 +100,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         rope_theta: float | None = None, non_blocking: bool = True,
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        o_data_type: str | torch.dtype | None = None, q_len_per_req: int | None = 1,
+        o_data_type: str | torch.dtype | None = None, lengths_are_upper_bounds: bool = False,
+        q_len_per_req: int | None = 1,
     ) -> None: ...
     def begin_forward(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
@@ -112,7 +113,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         rope_theta: float | None = None, non_blocking: bool = True,
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        o_data_type: str | torch.dtype | None = None, q_len_per_req: int | None = 1,
+        o_data_type: str | torch.dtype | None = None, lengths_are_upper_bounds: bool = False,
+        q_len_per_req: int | None = 1,
     ) -> None: ...
     def workspace_size(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
@@ -124,7 +126,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         rope_theta: float | None = None, non_blocking: bool = True,
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        o_data_type: str | torch.dtype | None = None, q_len_per_req: int | None = 1,
+        o_data_type: str | torch.dtype | None = None, lengths_are_upper_bounds: bool = False,
+        q_len_per_req: int | None = 1,
     ) -> tuple[int, int]: ...
     @overload
     def run(

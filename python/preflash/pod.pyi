@@ -27,7 +27,9 @@ class BatchPODWithPagedKVCacheWrapper:
         window_left: int = -1, q_data_type: str | torch.dtype | None = "float16",
         kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
         sm_scale: float | torch.Tensor | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, non_blocking: bool = True,
+        rope_theta: float | None = None, non_blocking: bool = True, *,
+        seq_lens_p: torch.Tensor | None = None, seq_lens_d: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     begin_forward = plan
     @overload
@@ -123,7 +125,8 @@ class PODWithPagedKVCacheWrapper:
         q_data_type: str | torch.dtype | None = "float16",
         kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
         sm_scale: float | torch.Tensor | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None, non_blocking: bool = True,
+        rope_theta: float | None = None, non_blocking: bool = True, *,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     begin_forward = plan
     @overload

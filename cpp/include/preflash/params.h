@@ -66,6 +66,10 @@ struct RunExtras {
   const float* scale_q = nullptr;  // [num_qo_heads]
   const float* scale_k = nullptr;  // [num_kv_heads]
   const float* scale_v = nullptr;  // [num_kv_heads]
+  // [requests of the batch]: keys of each request at the time of the run, where the plan has upper
+  // bounds (Batch::use_kv_upper_bounds()). Kernels index it by the launch's requests. Null: as
+  // planned.
+  const std::int32_t* kv_lens = nullptr;
 };
 
 enum class Heads : std::uint8_t { kQuery, kKeyValue };

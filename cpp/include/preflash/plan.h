@@ -24,6 +24,12 @@ struct alignas(16) RequestInfo {
 };
 static_assert(sizeof(RequestInfo) == 32);
 
+// The request with as many keys as it has `now`, at most those that were planned.
+PREFLASH_HD constexpr RequestInfo with_keys(RequestInfo request, std::int32_t now) {
+  if (now < request.kv_len) request.kv_len = now > 0 ? now : 0;
+  return request;
+}
+
 // Which keys the rows of a request keep, custom masks aside.
 PREFLASH_HD constexpr MaskBounds bounds_of(const AttentionOptions& options,
                                            const RequestInfo& request) {

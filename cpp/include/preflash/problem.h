@@ -22,14 +22,23 @@ struct SegmentProblem : AttentionOptions {
   std::span<const std::int32_t> qo_indptr;      // [batch + 1], tokens
   std::span<const std::int32_t> kv_indptr;      // [batch + 1], tokens (ragged) or pages (paged)
   std::span<const std::int32_t> last_page_len;  // [batch]; empty: ragged
-  std::span<const std::int64_t> mask_indptr;    // [batch + 1], bytes; empty: no custom mask
-  std::int32_t page_size = 0;                   // 0: ragged
+  // [batch]: where a request's pages begin in the page indices; empty: at kv_indptr[i].
+  std::span<const std::int32_t> page_begin;
+  std::span<const std::int64_t> mask_indptr;  // [batch + 1], bytes; empty: no custom mask
+  std::int32_t page_size = 0;                 // 0: ragged
   // Whether the lengths are only the longest that there may be: the device knows those of a run.
   bool are_bounds = false;
+
+  // Chunks are planned for the keys that a window keeps at the longest length. At a shorter one it
+  // keeps others, so the keys stay in one chunk.
+  bool must_not_split() const { return are_bounds && (window_left >= 0 || chunk_size > 0); }
 
   bool paged() const { return page_size != 0 || !last_page_len.empty(); }
   std::int64_t qo_len(std::size_t request) const {
     return std::int64_t{qo_indptr[request + 1]} - qo_indptr[request];
+  }
+  std::int32_t kv_begin(std::size_t request) const {
+    return page_begin.empty() ? kv_indptr[request] : page_begin[request];
   }
   std::int64_t kv_len(std::size_t request) const {
     std::int64_t units = std::int64_t{kv_indptr[request + 1]} - kv_indptr[request];

@@ -128,6 +128,12 @@ struct LaunchParams {
   __device__ __forceinline__ const Segment& segment_of(const RequestInfo& request) const {
     return segment(request.segment);
   }
+  // Request i with the keys that it has now (RunExtras::kv_lens).
+  __device__ __forceinline__ RequestInfo request(int i) const {
+    const RequestInfo planned = requests[i];
+    const std::int32_t* kv_lens = segment_of(planned).extras.kv_lens;
+    return kv_lens == nullptr ? planned : with_keys(planned, __ldg(kv_lens + i));
+  }
 };
 
 }  // namespace preflash

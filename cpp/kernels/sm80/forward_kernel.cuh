@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     ItemTimer timer;
     timer.start();
     const WorkItem& item = params.items[index];
-    const RequestInfo request = params.requests[item.request];
+    const RequestInfo request = params.request(item.request);
     if constexpr (Traits::kSegments == 2) {
       using SecondTraits = ForwardTraits<SecondSegment<V>>;
       static_assert(SecondTraits::kThreads == Traits::kThreads);

@@ -17,7 +17,7 @@ CUTE_DEVICE ItemState read_decode_item(const Params& params, int index) {
   const HopperSegment& segment = params.segments[0];
   ItemState state;
   state.item = params.items[index];
-  state.request = params.requests[state.item.request];
+  state.request = params.request(state.item.request);
   state.num_rows = rows_in_use(segment, state.item, state.request);
   state.tiles = {};
   if (state.num_rows <= 0) return state;

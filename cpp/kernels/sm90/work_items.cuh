@@ -83,7 +83,7 @@ struct ItemProducer {
     int num_rows = 0;
     for (; index < end; ++index) {
       item = params.items[index];
-      request = params.requests[item.request];
+      request = params.request(item.request);
       const HopperSegment& segment = params.segment_of(request);
       num_rows = rows_in_use(segment, item, request);
       if (num_rows <= 0) continue;

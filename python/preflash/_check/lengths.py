@@ -66,10 +66,15 @@ def batch_lengths(
     batch, largest = found or (None, None)
     if largest is not None:
         return Lengths(batch, PageList(to_upload, None, largest))
+    is_table = isinstance(a.paged_kv_indices, torch.Tensor) and a.paged_kv_indices.dim() == 2
+    if is_table and batch is not None:
+        return Lengths(batch, _block_table(batch, a, device, indices_buf))
     indices = check.index_array("paged_kv_indices", a.paged_kv_indices, device)
     if batch is None:
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
         batch = _checked_batch({name: getattr(a, name) for name in names}, page_size, device)
+    if is_table:
+        return Lengths(batch, _block_table(batch, a, device, indices_buf))
     return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
 
 
@@ -140,6 +145,11 @@ def _attach_page_indices(
     Those on the host are copied, so that the caller may change his, and travel with the plan's
     upload; those on the GPU stay where they are. With a buffer for them, all are read from there.
     """
+    if indices_buf is not None and indices_buf.dim() == 2:
+        raise ValueError(
+            f"paged_kv_indices has shape {tuple(indices.shape)}; paged_kv_indices_buf is a block "
+            "table, so pass [batch_size, pages]"
+        )
     given, used = indices.numel(), batch.kv_end
     if used != given:
         if used > given:
@@ -161,19 +171,98 @@ def _attach_page_indices(
     return PageList(indices, on_device, _largest_page(batch, indices))
 
 
+def _block_table(
+    batch: _core.Batch, a: PagedPlanArguments, device: torch.device, buffer: torch.Tensor | None
+) -> PageList:
+    """Takes the pages from a block table [batch_size, max_pages]. Kernels read it in place on their
+    device; one on the CPU for a GPU is uploaded as a page list. Pages behind the number of keys
+    that only a run knows may be anything."""
+    most = -(-batch.max_kv_len // batch.page_size)
+    shape, exact = (batch.num_requests, most), a.lengths_are_upper_bounds is False
+    table = check.page_table("paged_kv_indices", a.paged_kv_indices, shape, device)
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ValueError(
+            f"paged_kv_indices has strides {tuple(table.stride())}; the rows of a block table must "
+            "be contiguous, at any distance"
+        )
+    if table.device != device and buffer is None:
+        before = table.new_zeros(batch.kv_begin)  # paged_kv_indptr may start above 0
+        pages = torch.cat((before, _owned(table, batch)))
+        if exact:
+            return _attach_page_indices(batch, pages, None, None)
+        pages = _attach_page_indices(batch, pages.clamp_(min=0), None, None)
+        return pages._replace(largest=None)
+    read = table if buffer is None else buffer
+    if read.dim() != 2 or read.shape[0] != table.shape[0] or read.shape[1] < table.shape[1]:
+        raise ValueError(
+            f"paged_kv_indices has shape {tuple(table.shape)} and paged_kv_indices_buf "
+            f"{tuple(read.shape)}: a block table needs a buffer of as many rows, and of as many "
+            "columns at least"
+        )
+    rows, width = read.shape
+    stride = read.stride(0) if rows > 1 else width
+    batch.use_block_table(stride)
+    largest = None
+    if exact and (table.is_cpu or debugging()):
+        largest = _largest_of(_owned(table, batch))
+    return PageList(table, read.as_strided((max(rows - 1, 0) * stride + width,), (1,)), largest)
+
+
+def _owned(table: torch.Tensor, batch: _core.Batch) -> torch.Tensor:
+    """The entries of a block table that requests own, one request after the other."""
+    counts = torch.tensor(batch.kv_indptr, device=table.device).diff()
+    return table[torch.arange(table.shape[1], device=table.device) < counts[:, None]]
+
+
+def _largest_of(pages: torch.Tensor) -> int | None:
+    """The largest of pages, none of which is negative; None: there are none."""
+    if pages.numel() == 0:
+        return None
+    smallest, largest = torch.stack(torch.aminmax(pages)).tolist()
+    if smallest < 0:
+        raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
+    return largest
+
+
 def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
     """The largest of the pages in use, none of which is negative; None: not known."""
     if indices.is_cpu:
         return batch.largest_page_of(indices.data_ptr(), indices.numel())
     if not debugging():
         return None
-    used = indices[batch.kv_begin :]  # pages before and behind belong to no request
-    if used.numel() == 0:
+    return _largest_of(indices[batch.kv_begin :])  # pages before and after belong to no request
+
+
+def upper_bounds(
+    a: BatchArguments, batch: _core.Batch, device: torch.device, masked: bool
+) -> torch.Tensor | None:
+    """Turns the batch's lengths of keys into upper bounds, and returns seq_lens, from which every
+    run takes them. None: lengths_are_upper_bounds is False."""
+    if not check.flag("lengths_are_upper_bounds", a.lengths_are_upper_bounds):
         return None
-    smallest, largest = torch.stack(torch.aminmax(used)).tolist()
-    if smallest < 0:
-        raise ValueError(f"paged_kv_indices holds {smallest}; page indices start at 0")
-    return largest
+    if a.seq_lens is None:
+        raise ValueError(
+            "lengths_are_upper_bounds=True and seq_lens=None: pass int32 [batch_size] on "
+            f"{device}, from which run() takes the number of keys of each request"
+        )
+    if masked or a.prefix_len_ptr is not None:
+        raise NotImplementedError(
+            "lengths_are_upper_bounds=True with a custom mask, whose rows are as long as the keys: "
+            "plan with exact lengths"
+        )
+    kv_lens = check.index_array("seq_lens", a.seq_lens, device)
+    check.on_device("seq_lens", kv_lens, device)
+    check.has_shape("seq_lens", kv_lens, (batch.num_requests,), "[batch_size]")
+    check.contiguous("seq_lens", kv_lens)
+    batch.use_kv_upper_bounds()
+    if debugging():
+        for i, keys in enumerate(kv_lens.tolist()):
+            if not 0 <= keys <= batch.kv_len(i):
+                raise ValueError(
+                    f"seq_lens[{i}] = {keys}: must be in [0, {batch.kv_len(i)}], the upper bound "
+                    f"of request {i}"
+                )
+    return kv_lens
 
 
 def check_hints(
@@ -183,7 +272,7 @@ def check_hints(
     batch = lengths.batch
     if a.seq_lens_q is not None:
         _check_lengths("seq_lens_q", a.seq_lens_q, batch, device)
-    if a.seq_lens is not None:
+    if a.seq_lens is not None and not batch.kv_are_bounds:
         _check_lengths("seq_lens", a.seq_lens, batch, device)
     if a.max_token_per_sequence is not None:
         _check_longest("max_token_per_sequence", a.max_token_per_sequence, batch.max_qo_len)
@@ -251,8 +340,10 @@ def _check_indptr(
 
 
 def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.device) -> None:
-    """block_tables [batch_size, max pages] repeats paged_kv_indices, which are what is used."""
+    """Checks that block_tables [batch_size, max pages] repeats paged_kv_indices."""
     batch, pages = lengths
+    if pages.given is block_tables:
+        return
     shape = (batch.num_requests, -(-batch.max_kv_len // batch.page_size))
     table = check.page_table("block_tables", block_tables, shape, device)
     if not (table.is_cpu and pages.given.is_cpu) and not debugging():

@@ -23,6 +23,9 @@ class Request(NamedTuple):
     graph_mask_bytes: int = 0  # the most that the packed mask of any plan has
     # Of the queries of run(), which are converted to that of the options; None: they are not.
     q_given: torch.dtype | None = None
+    # [num_requests] int32: the keys of each request when a run reads it, where the batch has upper
+    # bounds; None: the batch has the lengths.
+    kv_lens: torch.Tensor | None = None
 
     @property
     def qo_tokens(self) -> int:

@@ -44,13 +44,15 @@ def make_request(
     graph_rows: int = 0,
     graph_mask_bytes: int = 0,
     q_given: torch.dtype | None = None,
+    kv_lens: torch.Tensor | None = None,
 ) -> Request:
-    """masked: whether the options' mask is a custom one."""
+    """masked: whether the options' mask is a custom one. The others are fields of Request."""
     if masked:
         lengths.batch.use_mask()
     options = prepass.applied_to(options)
     return new_tuple(
-        Request, (options, device, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given)
+        Request,
+        (options, device, lengths, kv_layout, None, graph_rows, graph_mask_bytes, q_given, kv_lens),
     )
 
 

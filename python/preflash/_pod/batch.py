@@ -115,6 +115,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
                 paged_kv_indptr=getattr(a, f"kv_indptr_{side}"),
                 paged_kv_indices=getattr(a, f"kv_indices_{side}"),
                 paged_kv_last_page_len=getattr(a, f"last_page_len_{side}"),
+                seq_lens=getattr(a, f"seq_lens_{side}"),
             )
             for side in "pd"
         )
@@ -198,6 +199,11 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         joint = self._joints.find(key, planned)
         if joint is None:
             request = planned.asked.prefill.request
+            if masked and request.kv_lens is not None:
+                raise NotImplementedError(
+                    "custom_mask_p with lengths_are_upper_bounds=True in plan(): the rows of a "
+                    "mask are as long as the keys; plan with exact lengths"
+                )
             options = request.options.replace(
                 causal=causal and not masked,
                 mask=_core.Mask.custom if masked else _core.Mask.bounds,

@@ -182,6 +182,8 @@ class Joints:
         """The plans of everything captured, for another decode batch. Changes nothing; what the
         current stream does from now on comes after the runs of other streams."""
         joined, found = list(self.joined()), []
+        if joined:
+            self._decode._graph.check_kv_lens(decode.kv_lens)
         for _, joint in joined:
             check_captured(joint.launch.place, 1, decode.lengths)
         for key, joint in joined:

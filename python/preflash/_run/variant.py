@@ -87,10 +87,14 @@ class PlannedVariant:
             buffers.append(workspace.float_buffer)
         self.mask_bits = 0
         self.page_indices = page_indices = []
-        masks, largest_pages, alike = [], [], []
+        masks, lens, largest_pages, alike = [], [], [], []
         held = []  # what the plan leaves in tensors that callers hold, too
-        for options, _, (batch, pages), kv_layout, mask, graph_rows, _, _ in requests:
+        for options, _, (batch, pages), kv_layout, mask, graph_rows, _, _, kv_lens in requests:
             masks.append(mask)
+            lens.append(kv_lens)
+            if kv_lens is not None:
+                buffers.append(Buffer(kv_lens))
+                held.append(("seq_lens", kv_lens, kv_lens.nbytes))
             alike.append((options, kv_layout, batch.page_size))
             address, largest_page = 0, None
             if pages is not None:
@@ -99,7 +103,7 @@ class PlannedVariant:
                     address = indices.data_ptr()
                     buffers.append(Buffer(indices))
                     name = "paged_kv_indices_buf" if graph_rows else "paged_kv_indices"
-                    held.append((name, indices, batch.kv_end * indices.itemsize))
+                    held.append((name, indices, batch.page_entries * indices.itemsize))
             page_indices.append(address)
             largest_pages.append(-1 if largest_page is None else largest_page)
             if mask is not None:
@@ -114,7 +118,7 @@ class PlannedVariant:
         self._bound = self.attend_to = _core.bound_run(
             place, plan, self.float_workspace, masks, largest_pages, held,
             workspace.known_tensors(alike), _FUNCTIONS, (requests, names, buffers, device_stream),
-            backend.num_threads, backend.launched_by,
+            backend.num_threads, backend.launched_by, lens,
         )  # fmt: skip
         if requests[0].q_given is not None:
             self.attend_to = functools.partial(_attend_converted, self._bound, requests[0])
@@ -152,7 +156,10 @@ class PlannedVariant:
         """The plan's own, and what one run brings."""
         request = self.request
         _tensors.check_per_head(per_head, request.options, request.device, request.q_given)
-        return run_memory(self.float_workspace, request.mask, per_head, skip_factor=skip_factor)
+        return run_memory(
+            self.float_workspace, request.mask, per_head, skip_factor=skip_factor,
+            kv_lens=request.kv_lens,
+        )  # fmt: skip
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
         """The plan's own, and the mask of one run."""
@@ -190,15 +197,16 @@ def run_memory(
     per_head: PerHead = _NO_HEADS,
     mask_tiles: torch.Tensor | None = None,
     skip_factor: float = 0.0,
+    kv_lens: torch.Tensor | None = None,
 ) -> _core.RunMemory:
     """What a launch uses beside the work list and the tensors of a segment.
 
     partials: memory for those of split KV; a wrapper's outputs keep out of it under every plan.
     mask: packed. mask_tiles: of a mask of one run, which that run fills. skip_factor: instead of
-    that of a plan which skips tiles; 0: the plan's.
+    that of a plan which skips tiles; 0: the plan's. kv_lens: Request.kv_lens.
     """
     return _core.RunMemory(
-        check.TORCH, partials, skip_factor, mask_bits=mask, mask_tiles=mask_tiles,
+        check.TORCH, partials, skip_factor, mask_bits=mask, mask_tiles=mask_tiles, kv_lens=kv_lens,
         **per_head._asdict(),
     )  # fmt: skip
 

@@ -140,6 +140,9 @@ class BatchPrefillWrapper(EngineAttributes):
         lengths = _lengths.batch_lengths(
             a, device, graph and graph.buffers.indices, workspace.known_uploader
         )
+        kv_lens = None
+        if a.lengths_are_upper_bounds is not False:
+            kv_lens = _lengths.upper_bounds(a, lengths.batch, device, given.masked)
         graph_rows = graph_mask_bytes = 0
         if graph is not None:
             batch = lengths.batch
@@ -150,7 +153,7 @@ class BatchPrefillWrapper(EngineAttributes):
             check_announced(self._announced, told_before(a, options))
         request = pipeline.make_request(
             options, device, lengths, kv_layout, given.masked, graph_rows, graph_mask_bytes,
-            given.q_given,
+            given.q_given, kv_lens,
         )  # fmt: skip
         scales = given.scales
         if a.sm_scale is not None:
@@ -211,7 +214,10 @@ class BatchPrefillWrapper(EngineAttributes):
             graph.check_mask(batch)
             request = request._replace(mask=graph.buffers.mask)
         refreshed = {}
-        for options, place in self._state.captured_so_far().items():
+        captured = self._state.captured_so_far()
+        if captured:
+            graph.check_kv_lens(request.kv_lens)
+        for options, place in captured.items():
             _graph.check_captured(place, 0, request.lengths)
             _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
             if options != drafted.options:
@@ -263,6 +269,7 @@ class BatchPrefillWrapper(EngineAttributes):
             ran = () if replaced is None else replaced.variants()
             graph.order_behind_runs(ran, captured.values())
             graph.reserve(primary.plan.int_bytes)
+            graph.kv_lens = request.kv_lens
             if copy_in is not None:
                 copies = copy_in()
         then = functools.partial(setattr, self, "_state", after)

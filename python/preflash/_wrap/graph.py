@@ -20,7 +20,7 @@ from .._check.calls import BatchArguments, PagedPlanArguments
 from .._check.lengths import Lengths
 from .._check.request import Request
 from .._device.buffers import Buffer, order_behind_users
-from .._device.stream import DeviceStream
+from .._device.stream import DeviceStream, sent
 from .._device.workspace import Workspace, check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
@@ -76,7 +76,7 @@ def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> Graph
     indices = last_page_len = mask_indptr = mask = None
     if _INDICES in given:
         kv_indptr = _buffer("paged_kv_indptr_buf", given, device, numel=batch_size + 1)
-        indices = _buffer(_INDICES, given, device)
+        indices = _buffer(_INDICES, given, device, dims=(1, 2))  # or a block table
         last_page_len = _buffer(_LAST_PAGE_LEN, given, device, numel=batch_size)
     else:
         kv_indptr = _buffer("kv_indptr_buf", given, device, numel=batch_size + 1)
@@ -115,6 +115,7 @@ def _buffer(
     device: torch.device,
     dtype: torch.dtype = torch.int32,
     numel: int | None = None,
+    dims: tuple[int, ...] = (1,),
 ) -> torch.Tensor:
     value = given[name]
     if value is None:
@@ -125,7 +126,7 @@ def _buffer(
     value = check.tensor(name, value)
     check.has_dtype(name, value, dtype, "a buffer of plan()")
     check.on_device(name, value, device)
-    if value.dim() != 1 or not value.is_contiguous():
+    if value.dim() not in dims or not value.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(value.shape)} and strides {tuple(value.stride())}; must be "
             "one-dimensional and contiguous"
@@ -145,6 +146,7 @@ class GraphMode:
         self.buffers = buffers
         self._held = buffers.held()
         self._device_stream = device_stream
+        self.kv_lens: torch.Tensor | None = None  # of the last plan, Request.kv_lens
         self._reserve: list[Buffer] = []
         # Made now: nothing is created during a capture. torch has 32 streams and hands them out in
         # turns, so that any of these may be one that is captured.
@@ -175,6 +177,20 @@ class GraphMode:
                 f"len(qo_indptr_buf) - 1 = {self.buffers.batch_size}: pad the batch with empty "
                 "requests, or use another wrapper"
             )
+
+    def check_kv_lens(self, kv_lens: torch.Tensor | None) -> None:
+        """Raises ValueError unless a captured run reads the lengths of keys where plan() has
+        them."""
+        before = self.kv_lens
+        if kv_lens is before or (
+            kv_lens is not None and before is not None and kv_lens.data_ptr() == before.data_ptr()
+        ):
+            return
+        has = "no seq_lens" if before is None else "another seq_lens"
+        raise ValueError(
+            f"lengths_are_upper_bounds={kv_lens is not None}: a CUDA graph has captured a run() "
+            f"with {has}; pass the tensor of the capture in every plan(), or use another wrapper"
+        )
 
     def check_mask(self, batch: _core.Batch) -> None:
         """A plan with a custom mask: there must be room for it."""
@@ -250,7 +266,7 @@ class GraphMode:
         if isinstance(a, PagedPlanArguments):
             pairs += [
                 (buffers.kv_indptr, a.paged_kv_indptr),
-                (buffers.indices, a.paged_kv_indices[: batch.kv_end]),
+                (buffers.indices, _pages_in_use(a.paged_kv_indices, batch)),
                 (buffers.last_page_len, a.paged_kv_last_page_len),
             ]
         else:
@@ -265,7 +281,10 @@ class GraphMode:
         for buffer, source in pairs:
             if _is_start_of(buffer, source):
                 continue
-            if source.is_cpu:
+            if source.dim() == 2:
+                rows = sent(source, buffer.device) if source.is_cpu else source
+                buffer[:, : source.shape[1]].copy_(_apart_from(buffer, rows))
+            elif source.is_cpu:
                 on_host.append(HostCopy(buffer, source.contiguous()))
             else:
                 buffer[: source.numel()].copy_(_apart_from(buffer, source))
@@ -372,13 +391,18 @@ def check_captured_mask(captured_mask: bool, has_mask: bool) -> None:
         )
 
 
+def _pages_in_use(indices: torch.Tensor, batch: _core.Batch) -> torch.Tensor:
+    """The part of a page list that requests own; all of a block table."""
+    return indices if indices.dim() == 2 else indices[: batch.kv_end]
+
+
 def _is_start_of(buffer: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the caller passed the buffer itself, or its beginning."""
+    """True if the caller passed the buffer itself, or its beginning."""
     return (
         source.data_ptr() == buffer.data_ptr()
         and source.device == buffer.device
         and source.dtype == buffer.dtype
-        and source.is_contiguous()
+        and (source.is_contiguous() if source.dim() == 1 else source.stride() == buffer.stride())
     )
 
 

@@ -101,8 +101,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 paged_kv_indptr may start anywhere.
             paged_kv_indptr: [batch_size + 1], first entry of each request in paged_kv_indices. A
                 request has at most 2^30 keys.
-            paged_kv_indices: at least [paged_kv_indptr[-1]], pages. On the GPU they are used in
-                place and must stay as they are until the next plan().
+            paged_kv_indices: at least [paged_kv_indptr[-1]], pages; or a block table [batch_size,
+                max_pages], whose row i begins with the pages of request i, at any distance from
+                row to row. On the GPU they are used in place and must stay as they are until the
+                next plan().
             paged_kv_last_page_len: [batch_size], in [1, page_size]; that of a request without pages
                 does not count: the request has no keys.
             num_qo_heads, num_kv_heads: the first is a multiple of the second.
@@ -129,6 +131,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             uniform_q_len:
                 repeat what the arrays say, and must agree with it. Tensors on the GPU are compared
                 only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
+            lengths_are_upper_bounds: True: the lengths of keys in paged_kv_indptr and
+                paged_kv_last_page_len are upper bounds, and seq_lens, int32 [batch_size] on the
+                wrapper's device, has the numbers of keys. Every run() and every replay of a CUDA
+                graph reads it at its own time and clamps it to [0, bound]; no wait of the host.
+                Rows of q are those of qo_indptr; a row without keys is 0 and -inf. The tensor must
+                stay where it is. Under a window or chunks keys are not split. No custom mask.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr:
                 multi-item scoring, several items behind one prefix, instead of another mask.
                 [batch_size] integers, the tokens of each request's prefix; [batch_size *

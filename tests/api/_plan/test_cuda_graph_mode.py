@@ -646,8 +646,8 @@ BAD_BUFFERS = {
         "paged_kv_last_page_len_buf has 4 elements; must have 3",
     ),
     "two-dimensional": (
-        lambda b: b.update(paged_kv_indices_buf=b["paged_kv_indices_buf"].view(3, 3)),
-        "paged_kv_indices_buf has shape",
+        lambda b: b.update(paged_kv_indptr_buf=b["paged_kv_indptr_buf"].view(2, 2)),
+        "paged_kv_indptr_buf has shape",
     ),
     "strided": (
         lambda b: b.update(paged_kv_indices_buf=b["paged_kv_indices_buf"][::2]),
