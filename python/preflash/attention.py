@@ -41,7 +41,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         NotImplementedError: backend="cudnn", or a dtype of a later release.
     """
 
-    _serves_cudnn = False
+    _takes_cudnn = False
 
     @tells_nearest
     def __init__(

@@ -1,7 +1,4 @@
-"""Batch prefill and decode under cuDNN's calling convention, on cuDNN or on the kernels of this
-package."""
-
-# The function is over 80 lines because the API fixes a long signature.
+"""Batch prefill and decode under cuDNN's calling convention, on the kernels of this package."""
 
 from __future__ import annotations
 
@@ -10,12 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from ._check import values as check
-from ._cudnn import execution
-from ._cudnn.call import checked
-from ._cudnn.graph import RefusedError
-from ._device import backends
-from ._fmha import direct
-from ._wrap import cudnn_kernels
+from ._fmha import cudnn, direct
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 
@@ -51,79 +43,41 @@ def cudnn_batch_prefill_with_kv_cache(
     o_data_type: str | torch.dtype | None = None,
     lse_base: str = "log2",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of a batch of requests over a ragged or paged KV cache; see preflash.prefill for
-    the definition.
+    """Attention of a batch over a ragged or paged KV cache, as preflash.prefill defines it.
 
-    Runs cuDNN where the nvidia-cudnn-frontend package imports and cuDNN has a kernel for the call:
-    CUDA tensors, float16 or bfloat16, head_dim 128, or 192 for q and k with 128 for v. The first
-    call with new strides, heads or scale, or with a batch size or maximum beyond the power of two
-    above those before, builds a graph (up to a second), which is kept.
-    Elsewhere, or where backend asks for it, the kernels of this package: same results.
-
-    With pages cuDNN runs for backend="cudnn" alone. It multiplies what lies in the rest of a
-    request's last page by 0, so that NaN or infinity there (of memory that was never written)
-    reaches the output; the kernels of this package do not read it.
-
-    Index arrays are int32 or int64, on the CPU or on q's device, of shape [n] or [n, 1, 1, 1].
-
-    Args:
-        q: [tokens, num_qo_heads, head_dim], requests where batch_offsets_q says.
+    Args: index arrays are int32 or int64, on the CPU or on q's device, [n] or [n, 1, 1, 1].
+        q: [tokens, num_qo_heads, head_dim]. workspace_buffer: 128 MB of scratch memory are plenty.
         k_cache, v_cache: with block_tables [pages, num_kv_heads, page_size, head_dim], any strides
             but the last; without [tokens, num_kv_heads, head_dim].
-        scale: factor of the logits; of cuDNN's graph it is a part.
-        workspace_buffer: scratch memory on q's device, any dtype; 128 MB is plenty.
-        max_token_per_sequence, max_sequence_kv: no request is longer; those on the GPU are compared
-            only with PREFLASH_DEBUG=1 in the environment, because it takes a wait.
-        actual_seq_lens_q, actual_seq_lens_kv: [batch_size], lengths of the requests. May be left
-            out where batch_offsets_q and batch_offsets_k of batch_size + 1 tokens tell them.
-        block_tables: [batch_size, pages] int32, the pages of each request.
-        causal: keep keys up to the diagonal that ends at the last key.
-        return_lse: also return the log-sum-exp.
-        q_scale, k_scale, v_scale: floats or one-element tensors. q_scale and k_scale multiply the
-            logits, v_scale the output.
+        max_token_per_sequence, max_sequence_kv: upper bounds of the lengths.
+        actual_seq_lens_q, actual_seq_lens_kv: [batch_size]. May be left out if batch_offsets_q and
+            batch_offsets_k hold batch_size + 1 numbers of tokens.
+        block_tables: [batch_size, pages] int32. causal: keep keys up to the last one's diagonal.
+        q_scale, k_scale, v_scale: floats or one-element tensors. scale, q_scale and k_scale
+            multiply the logits, v_scale the output.
         batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v: [batch_size + 1] (or
             [batch_size]), where each request begins in q, the output, k and v. Needed with more
-            than one request; k's and v's are for ragged keys. In tokens, o's and v's default to
-            q's and k's.
-        batch_offsets_stats: the same for lse, whose requests else are padded to
-            max_token_per_sequence.
-        batch_offsets_units: "elements" (tokens times heads times head_dim, of lse tokens times
-            heads; what the strides say where they say otherwise) or "tokens".
+            than one request; k's and v's only without block_tables. In tokens, o's and v's default
+            to q's and k's. Requests in other places than one after the other are copied.
+        batch_offsets_stats: the same for lse; None: requests padded to max_token_per_sequence.
+        batch_offsets_units: "elements" (tokens times the stride of a token), or "tokens".
         out: [tokens, num_qo_heads, head_dim of v] to write into.
-        lse: float32 to write into, contiguous: [batch_size, max_token_per_sequence, num_qo_heads],
-            with batch_offsets_stats also [tokens, num_qo_heads]. Written also without return_lse.
-        is_cuda_graph_compatible: nothing is read on the host, so that a CUDA graph that captured
-            the call computes what its arrays hold at replay. All of them must be on the GPU, and
-            cuDNN must serve the call.
-        backend: None or "auto", "cudnn", "fa2", "fa3" or "cpu". An explicit one never becomes
-            another.
-        o_data_type: as in single_prefill_with_kv_cache.
-        lse_base: "log2" or "ln".
+        lse: contiguous float32 to write into, of the shape that is returned, or with
+            batch_offsets_stats [tokens, num_qo_heads]. Written without return_lse, too.
+        is_cuda_graph_compatible: reads arrays on the GPU alone, so that a captured call reads them
+            at replay; PREFLASH_DEBUG=1 checks the values. Scales must be floats, and ragged
+            requests must lie one after the other, at the same tokens of k and v. No split-KV.
+        backend: None, "auto" or "cudnn" (all three the same), "fa2", "fa3" or "cpu".
+        o_data_type: as in single_prefill_with_kv_cache. lse_base: "log2" or "ln".
 
-    Returns:
-        (out, lse), lse None without return_lse. lse is [batch_size, max_token_per_sequence,
-        num_qo_heads] float32, -inf behind the last token of a request; with batch_offsets_stats
-        the requests lie in that memory where the offsets say.
+    Returns (out, lse), lse None without return_lse: [batch_size, max_token_per_sequence,
+    num_qo_heads] float32, -inf in rows of no request.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; nothing was launched.
-        NotImplementedError: cuDNN was asked for and is not there or has no kernel for the call, or
-            nothing serves it; the message says why.
+        TypeError, ValueError: an argument is wrong. NotImplementedError: no kernel serves the call.
+        RuntimeError: the stream is being captured without is_cuda_graph_compatible=True.
     """
-    a = SimpleNamespace(**locals())
-    name = backends.requested("auto" if backend is None else backend, with_cudnn=True).name
-    call = checked(a)
-    why_not_cudnn = f"backend={name!r} is not cuDNN"
-    if name in ("auto", backends.CUDNN):
-        try:
-            return execution.attend(call, explicit=name == backends.CUDNN)
-        except RefusedError as refusal:
-            why_not_cudnn = str(refusal)
-    if name == backends.CUDNN:
-        raise NotImplementedError(
-            f"backend='cudnn': {why_not_cudnn}; backend='auto' computes it with other kernels"
-        )
-    return cudnn_kernels.attend(call, name, why_not_cudnn)
+    return cudnn.attend(SimpleNamespace(**locals()))
 
 
 @check.eager
@@ -150,34 +104,22 @@ def cudnn_batch_decode_with_kv_cache(
     sinks: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one or a few queries per request over a paged KV cache, on the kernels of this
-    package: cuDNN lets NaN in the rest of a request's last page reach the output.
-
-    Lengths on the GPU are not waited for, and such a call can be captured into a CUDA graph, as in
-    trtllm_fmha_v2_prefill; keys are then not split over the machine.
+    """Attention of a few queries per request over a paged KV cache. With lengths on the GPU the
+    call can be captured into a CUDA graph, as in trtllm_fmha_v2_prefill; keys are then not split.
 
     Args:
-        q: [batch_size * q_len_per_req, num_qo_heads, head_dim], the rows of a request one after the
-            other.
+        q: [batch_size * q_len_per_req, num_qo_heads, head_dim], one request after the other.
         k_cache, v_cache, scale, workspace_buffer, max_sequence_kv, actual_seq_lens_kv,
-        block_tables: as in cudnn_batch_prefill_with_kv_cache, in pages.
-        is_cuda_graph_compatible: either value promises the same.
+        block_tables, out: as in cudnn_batch_prefill_with_kv_cache, in pages.
+        is_cuda_graph_compatible: no effect. batch_offsets_k, batch_offsets_v: None only.
         batch_offsets_q, batch_offsets_o: where each request begins in q and out, in elements: one
-            after the other. Those on the GPU are compared only with PREFLASH_DEBUG=1 in the
-            environment, because it takes a wait.
-        batch_offsets_k, batch_offsets_v: None only; pages have none.
-        out: of q's shape, with the head_dim of v_cache, to write into.
+            after the other. On the GPU compared only with PREFLASH_DEBUG=1.
         return_lse, lse: base 2, float32 [batch_size * q_len_per_req, num_qo_heads].
         q_len_per_req: queries of each request, which are causal among themselves.
-        window_left: how many keys left of the diagonal are kept; -1 is all.
-        sinks: float32 [num_qo_heads], as in single_prefill_with_kv_cache.
+        window_left, sinks: as in single_prefill_with_kv_cache.
         backend: None or "auto", "fa2", "fa3" or "cpu".
 
-    Returns:
-        out, or (out, lse) with return_lse.
-
-    Raises:
-        What trtllm_fmha_v2_prefill raises.
+    Returns out, or (out, lse) with return_lse. Raises what trtllm_fmha_v2_prefill raises.
     """
     given = dict(locals())
     check.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
@@ -190,35 +132,15 @@ def cudnn_batch_decode_with_kv_cache(
             f"head_dim], with {lengths.numel() * each} rows"
         )
     begins = direct.uniform_indptr(lengths.numel(), each, lengths)
-    out_dim = check.is_tensor("v_cache", v_cache).shape[-1]
-    for name, offsets, rows, head_dim in (
-        ("batch_offsets_q", batch_offsets_q, q, q.shape[2]),
-        ("batch_offsets_o", batch_offsets_o, out, out_dim),
-    ):
-        if offsets is not None:
+    widths = (q.shape[2], check.is_tensor("v_cache", v_cache).shape[-1])
+    for name, rows, head_dim in zip("qo", (q, out), widths, strict=True):
+        if (offsets := given[f"batch_offsets_{name}"]) is not None:
             strided = rows is not None and q.shape[0] > 1
             of_row = check.is_tensor("out", rows).stride(0) if strided else q.shape[1] * head_dim
-            direct.check_one_after_the_other(name, offsets, begins, of_row)
-    cache, layout = direct.paged("k_cache", (k_cache, v_cache), "HND")
+            direct.check_one_after_the_other(f"batch_offsets_{name}", offsets, begins, of_row)
     return direct.attend(
-        {
-            "qkv": "q, k_cache, v_cache",
-            "k": "k_cache",
-            "v": "v_cache",
-            "seq_lens": "actual_seq_lens_kv",
-            "max_kv_len": "max_sequence_kv",
-            "bmm1_scale": "scale",
-        },
-        given,
-        causal=True,
-        qkv=(q, cache),
-        input_layout=layout,
-        seq_lens=lengths,
-        max_q_len=each,
-        max_kv_len=max_sequence_kv,
-        bmm1_scale=scale,
-        bmm2_scale=1.0,
-        batch_size=lengths.numel(),
-        cum_seq_lens_q=begins,
+        cudnn.NAMES, given, causal=True, qkv=(q, (k_cache, v_cache)), max_q_len=each,
+        input_layout="Q_PAGED_KV_HND", seq_lens=lengths, max_kv_len=max_sequence_kv,
+        bmm1_scale=scale, bmm2_scale=1.0, batch_size=lengths.numel(), cum_seq_lens_q=begins,
         backend="auto" if backend is None else backend,
-    )
+    )  # fmt: skip

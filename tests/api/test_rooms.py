@@ -12,7 +12,7 @@ import preflash
 ROOT = Path(preflash.__file__).parent
 
 # Each may import what stands before it; the public modules stand on the last of these.
-ROOMS = ("_core", "_check", "_device", "_run", "_cudnn", "_plan")
+ROOMS = ("_core", "_check", "_device", "_run", "_plan")
 ROOMS += ("_compat", "_wrap", "_fmha", "_pod")
 PUBLIC, ON_TOP = len(ROOMS), ("_torch", "__init__", "testing", "cli", "__main__")
 

@@ -66,15 +66,14 @@ def test_prefill_beside_decode_is_checked_and_timed():
     assert row.name in pod.pod_table([result])
 
 
-def test_rows_beside_cudnn():
-    rows = by_name(bench_rows.gpu_rows())
-    with_cudnn = {name for name, row in rows.items() if Baseline.FRONTEND in row.baselines}
-    for name in ("mixed", "append 512 on 8k x8", "cudnn 4x2048", "cudnn 1x8192"):
-        assert {name, f"{name} page 16", f"{name} page 64"} <= with_cudnn
-    for name in with_cudnn:  # what cuDNN takes, and pages that are full
-        case = rows[name].case
-        assert (case.head_dim, case.dim_vo) in ((128, 128), (192, 128))
-        assert not case.paged or not any(n % case.page_size for n in case.kv_lens)
+def test_rows_beside_torchs_cudnn():
+    """Requests of one length, and as many heads of q as of k: torch's call takes no others."""
+    with_sdpa = [row for row in bench_rows.gpu_rows() if Baseline.SDPA in row.baselines]
+    assert "4x2048 d192x128" in [row.name for row in with_sdpa]
+    for case in (row.case for row in with_sdpa):
+        assert not case.paged
+        assert len({*case.qo_lens, *case.kv_lens}) == 1
+        assert case.num_qo_heads == case.num_kv_heads
 
 
 def test_rows_of_the_fmha_call():

@@ -68,7 +68,6 @@ def test_info_json(preflash_command):
     assert facts["cpu"]["isa"]
     # Either there is a GPU or a sentence that says why not.
     assert bool(facts["gpus"]) != bool(facts["gpu_absent"])
-    assert facts["cudnn_absent"] is None or "cudnn" in facts["cudnn_absent"]
     picked = {choice["device"]: choice for choice in facts["auto"]}
     assert picked["cpu"]["backend"] == "cpu"
     assert all(choice["why"] for choice in picked.values())

@@ -6,11 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from preflash._cudnn import graph
-from preflash._device.backends import CUDNN
-from preflash.cli import CommandError
-from preflash.cli.machine import Place, choose_places, gpu_absent
+from preflash.cli.machine import Place
 
 from . import (
     append_problems,
@@ -31,7 +27,6 @@ _LONGEST = 700
 _WORK = 2e7
 
 WRAPPERS = "wrappers"
-_CUDNN_CALL = "cudnn_batch_prefill_with_kv_cache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +60,6 @@ def _examine_fmha(problem: fmha_problems.FmhaCase, place: Place) -> Verdict:
     )
 
 
-def _draw_for_cudnn(seed: int, index: int, place: Place) -> cudnn_problems.CudnnProblem:
-    itself = place.backend == CUDNN
-    return cudnn_problems.draw(seed, index, _limits(place), for_cudnn=itself)
-
-
 CALLS = {
     WRAPPERS: _of(problems, wrapper_trial),
     "trtllm_fmha_v2_prefill": Call(
@@ -79,29 +69,5 @@ CALLS = {
     "decode": _of(decode_problems),
     "pod": _of(pod_problems, pod_trial),
     "append_paged_kv_cache": _of(append_problems),
-    _CUDNN_CALL: Call(draw=_draw_for_cudnn, examine=_of(cudnn_trial).examine),
+    "cudnn_batch_prefill_with_kv_cache": _of(cudnn_problems, cudnn_trial),
 }
-
-
-class _CudnnPlace(Place):
-    dtypes = (torch.bfloat16, torch.float16)
-
-
-def _cudnn_place() -> Place | str:
-    """cuDNN itself on the current GPU, or why there is none."""
-    if absent := gpu_absent() or graph.why_missing():
-        return absent
-    device = torch.device("cuda", torch.cuda.current_device())
-    return _CudnnPlace(CUDNN, device, torch.cuda.get_device_name(device))
-
-
-def places_for(call: str, backend: str | None) -> list[Place]:
-    """Where problems for it are computed. Raises CommandError."""
-    if call != _CUDNN_CALL or backend not in (None, CUDNN):
-        return choose_places(backend)
-    itself = _cudnn_place()
-    if isinstance(itself, Place):
-        return [itself] if backend else [itself, *choose_places(None)]
-    if backend:
-        raise CommandError(f"--backend cudnn cannot run here: {itself}")
-    return choose_places(None)

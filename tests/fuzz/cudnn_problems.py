@@ -7,14 +7,11 @@ import enum
 import random
 
 import torch
-from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
+from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.oracle import Pipeline
 
 from .problems import Brought
 from .random_cases import Limits, random_case
-
-_CUDNN_DIMS = ((128, None), (192, 128))
-_CUDNN_WORKSPACE = 32 << 20
 
 
 class Ends(enum.Enum):
@@ -82,14 +79,11 @@ class CudnnProblem:
         )
 
 
-def draw(seed: int, index: int, limits: Limits, *, for_cudnn: bool = False) -> CudnnProblem:
-    """Problem `index` of `seed`; for_cudnn: of those that cuDNN itself takes."""
+def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
+    """Problem `index` of `seed`."""
     rng = random.Random(f"cudnn {seed} {index}")
     case = _adapted(random_case(rng, "problem", limits), rng)
-    call = _random_call(rng, case)
-    if for_cudnn:
-        case, call = _for_cudnn(rng, case, call)
-    return CudnnProblem(case, call, rng.randrange(2**31))
+    return CudnnProblem(case, _random_call(rng, case), rng.randrange(2**31))
 
 
 def _adapted(case: Case, rng: random.Random) -> Case:
@@ -109,28 +103,6 @@ def _adapted(case: Case, rng: random.Random) -> Case:
         fixed_split_size=None,
         disable_split_kv=False,
     )
-
-
-def _for_cudnn(rng: random.Random, case: Case, call: CudnnCall) -> tuple[Case, CudnnCall]:
-    """cuDNN multiplies what lies behind a request's last key in its page by 0: no NaN there,
-    nor infinities."""
-    dims = rng.choice(_CUDNN_DIMS)
-    form = case.form
-    if form is KvForm.COMBINED and dims[1] is not None:
-        form = KvForm.SEPARATE
-    case = dataclasses.replace(
-        case,
-        head_dim=dims[0],
-        head_dim_vo=dims[1],
-        form=form,
-        kv_dtype=None,
-        o_dtype=None,
-        dtype=case.dtype if case.dtype.itemsize == 2 else torch.bfloat16,
-        page_size=1 << (case.page_size.bit_length() - 1) if case.paged else 0,
-        garbage=Garbage.HUGE if case.paged else case.garbage,
-        magnitude=Magnitude.NORMAL,
-    )
-    return case, dataclasses.replace(call, v_scale=None, workspace=_CUDNN_WORKSPACE)
 
 
 def _random_call(rng: random.Random, case: Case) -> CudnnCall:

@@ -23,9 +23,6 @@ from .outputs import Result
 from .problems import Brought
 from .wrapper_trial import Verdict, verdict_of
 
-# What of a refusal says that cuDNN serves no such call.
-_OF_CUDNN = ("cuDNN has no kernel", "there are no keys at all")
-
 
 @dataclasses.dataclass
 class _Places:
@@ -256,19 +253,11 @@ def _moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 def examine(problem: CudnnProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """One call, or two. What a broken backend raises is a failure like any other."""
 
-    def compute() -> Verdict:
-        try:
-            return _examine(problem, backend, device)
-        except NotImplementedError as error:
-            if backend == "cudnn" and any(words in str(error) for words in _OF_CUDNN):
-                return Verdict(not_compiled=str(error))
-            raise
-
-    if backend != "cudnn" and torch.device(device).type == "cuda":
-        # Of a GPU's arrays only cuDNN reads nothing on the host.
+    if problem.call.apart and not problem.case.paged:
+        # With is_cuda_graph_compatible=True ragged requests lie one after the other in k and v.
         call = dataclasses.replace(problem.call, capturable=False)
         problem = dataclasses.replace(problem, call=call)
-    return verdict_of(compute, backend)
+    return verdict_of(lambda: _examine(problem, backend, device), backend)
 
 
 def _examine(problem: CudnnProblem, backend: str, device: torch.device | str) -> Verdict:

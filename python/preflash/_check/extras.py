@@ -6,7 +6,6 @@ import importlib.util
 
 # The extra of pyproject.toml that installs a module.
 EXTRAS = {
-    "cudnn": "cudnn",
     "matplotlib": "trace",
     "rich": "rich",
     "transformers": "transformers",

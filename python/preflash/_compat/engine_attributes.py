@@ -253,7 +253,7 @@ class EngineAttributes:
                 f"{type(self).__name__}._use_cuda_graph = {value} after plan(): set it and the "
                 "buffers before the first plan(), or construct another wrapper"
             )
-        self._set_graph_mode(value)
+        self._graph_enabled = value
 
     # 0: batches of any size, as always without CUDA graphs.
     _fixed_batch_size = graph_buffer("batch_size", lambda wrapper: 0, absent=0)

@@ -3,4 +3,5 @@
 arguments, lengths   checked
 run                  planned, kept and run
 direct               the same under the names of other calls
+cudnn                the same for cudnn_batch_prefill_with_kv_cache
 """

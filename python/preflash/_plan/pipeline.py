@@ -1,7 +1,7 @@
 """The one way from arguments to a launch, for every public function:
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
-plan    Request -> Draft                 here, by a backend: _run.kernels or _cudnn.backend
+plan    Request -> Draft                 here, by a backend of _run.kernels
 place   Draft -> Run                     the same backend, with _device.workspace
 bind    shapes and strides -> launch     _core.bound_run asks _run.variant, with _check.tensors
 run     addresses -> result              _core.bound_run
@@ -18,7 +18,6 @@ import torch
 from .. import _core
 from .._check.lengths import Lengths
 from .._check.request import Request
-from .._cudnn.backend import CudnnBackend
 from .._device import backends
 from .._device.stream import DeviceStream
 from .._device.workspace import Workspace
@@ -32,7 +31,6 @@ new_tuple = tuple.__new__
 for _family in _core.families():
     _kind = CpuBackend if _core.traits_of(_family).on_cpu else CudaBackend
     backends.register(_kind(_family))
-backends.register(CudnnBackend())
 
 
 def make_request(
@@ -74,7 +72,7 @@ class HostCopy(NamedTuple):
 
 
 # A plan that is counted and fits its workspace, where it has no place yet, and who made it.
-Draft = tuple[backends.Backend, backends.Plan]
+Draft = tuple[KernelBackend, _core.Plan]
 
 
 def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
@@ -95,7 +93,7 @@ def plan(workspace: Workspace, backend_name: str, request: Request) -> Draft:
     return backend, counted
 
 
-def _check_room(workspace: Workspace, plan: backends.Plan) -> None:
+def _check_room(workspace: Workspace, plan: _core.Plan) -> None:
     room = workspace.int_room
     if room is not None and plan.int_bytes > room:
         raise ValueError(
@@ -118,7 +116,7 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
 
 def _with_and_without_prepass(
     room: Workspace, backend_name: str, request: Request
-) -> list[backends.Plan]:
+) -> list[_core.Plan]:
     """The plan and, if it has a pre-pass, the plan without it: for a smaller float workspace, some
     CUDA graphs, and runs with factors of heads."""
     _, counted = plan(room, backend_name, request)
@@ -129,7 +127,7 @@ def _with_and_without_prepass(
     return [counted]
 
 
-def made(workspace: Workspace, backend_name: str, request: Request) -> backends.Run:
+def made(workspace: Workspace, backend_name: str, request: Request) -> PlannedVariant:
     """Planned, placed and uploaded."""
     backend, counted = plan(workspace, backend_name, request)
     run = backend.place(workspace, counted, request)
@@ -139,7 +137,7 @@ def made(workspace: Workspace, backend_name: str, request: Request) -> backends.
 
 def upload(
     workspace: Workspace,
-    runs: Iterable[backends.Run],
+    runs: Iterable[PlannedVariant],
     *,
     then: Callable[[], None] | None = None,
     copies: Sequence[HostCopy] = (),
@@ -153,12 +151,10 @@ def upload(
     it must run no bytecode, because handlers run between bytecodes; a partial of setattr() runs
     none. copies: of the plan's arrays, which go the same way.
     """
-    placements, host_copies = [], []
-    page_indices, mask_bits = [0], 0  # cuDNN has no work list
+    placements, host_copies, page_indices, mask_bits = [], [], [0], 0
     for run in runs:
-        if run.place is not None:
-            placements.append((run.place, run.plan))
-            page_indices, mask_bits = run.page_indices, run.mask_bits
+        placements.append((run.place, run.plan))
+        page_indices, mask_bits = run.page_indices, run.mask_bits
     for to, values in copies:
         host_copies.append((to.data_ptr(), values.data_ptr(), values.nbytes))
     stream = workspace.device_stream.stream()

@@ -72,7 +72,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         *,
         backend: str = "auto",
     ) -> None:
-        backends.requested(backend)  # cuDNN serves each side, not both
+        backends.requested(backend)  # without "cudnn", which the wrappers of a side take
         self._prefill, self._decode = (
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
             for _ in SIDES

@@ -5,5 +5,4 @@ paged, ragged   prefill and append; decode: one query per request
 mixed, ranges   BatchAttention; spans that see themselves both ways
 single          one request: plans that are remembered
 traced          calls that torch records instead of making them
-cudnn_kernels   cudnn_batch_prefill_with_kv_cache without cuDNN
 """

@@ -30,7 +30,7 @@ from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
 from .._check.scales import Scales, folded_scales, softmax_scale
 from .._check.tensors import check_per_head
-from .._compat.cudnn_offsets import in_tokens
+from .._compat.cudnn_offsets import to_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
@@ -51,7 +51,7 @@ _ANY_FACTOR = 2.0**-126
 class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
-    _serves_cudnn = True  # backend="cudnn"
+    _takes_cudnn = True  # backend="cudnn": plan() also takes offsets in elements
     _announced: dict[str, Any] | None = None  # what plan() must not contradict
     _by_position: tuple[str, ...] = ()  # of run(), behind the tensors
 
@@ -65,7 +65,7 @@ class BatchPrefillWrapper(EngineAttributes):
     ) -> None:
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
         self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
-        self._requested_backend = backends.requested(backend, with_cudnn=self._serves_cudnn)
+        self._requested_backend = backends.requested(backend, with_cudnn=self._takes_cudnn)
         for name, value in graph_buffers.items():
             # Documented as effective with use_cuda_graph only.
             if value is not None:
@@ -73,8 +73,8 @@ class BatchPrefillWrapper(EngineAttributes):
         self._state = State(Workspace(buffer.device, buffer))
         self._graph: GraphMode | None = None
         self._given_buffers = graph_buffers
-        self._written_for_cudnn = backend == backends.CUDNN  # whatever the environment replaces
-        self._set_graph_mode(check.flag("use_cuda_graph", use_cuda_graph))
+        self._in_elements = backend == backends.CUDNN  # with any PREFLASH_BACKEND
+        self._graph_enabled = check.flag("use_cuda_graph", use_cuda_graph)
         if self._awaits_buffers:
             self._take_graph_buffers()
         self._recorded_name = traced.name_wrapper(self)
@@ -104,14 +104,6 @@ class BatchPrefillWrapper(EngineAttributes):
             "construct another wrapper and plan it"
         )
 
-    def _set_graph_mode(self, enabled: bool) -> None:
-        if enabled and self._requested_backend.name == backends.CUDNN:
-            raise NotImplementedError(
-                "backend='cudnn' does not serve use_cuda_graph=True; use backend='auto', or "
-                "cudnn_batch_prefill_with_kv_cache with is_cuda_graph_compatible=True"
-            )
-        self._graph_enabled = enabled
-
     def _take_graph_buffers(self) -> None:
         """From here on plan() keeps its arrays in the given buffers."""
         given = dict(self._given_buffers)
@@ -132,8 +124,8 @@ class BatchPrefillWrapper(EngineAttributes):
         given = batch_options(a)
         options = given.options
         kv_layout = self._kv_layout
-        if self._written_for_cudnn:
-            a, kv_layout = in_tokens(a, options, kv_layout, self.device)
+        if self._in_elements and to_tokens(a, options, self.device):
+            kv_layout = "HND"
         graph = self._graph
         workspace = self._state.workspace
         device = workspace.device_stream.device

@@ -73,7 +73,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         NotImplementedError: backend="cudnn".
     """
 
-    _serves_cudnn = False
+    _takes_cudnn = False
     _had_several = False  # whether any plan() asked for several queries per request
     _made_from: _MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
 

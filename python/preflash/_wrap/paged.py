@@ -44,10 +44,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         custom_mask_buf: uint8, for the packed bits of any batch and 8 bytes more; needed, like
             qk_indptr_buf, where plan() is given a custom mask.
         qk_indptr_buf, mask_indptr_buf: int32 [batch_size + 1], two names of one buffer.
-        backend: "auto", "fa2", "fa3", "cpu", or "cudnn" where the nvidia-cudnn-frontend package
-            imports: float16 or bfloat16, head_dim 128, or 192 with 128 for v, causal or full, no
-            other option; see cudnn_batch_prefill_with_kv_cache. An explicit one never becomes
-            another, unless PREFLASH_BACKEND in the environment names the one to use instead of all.
+        backend: "auto", "fa2", "fa3", "cpu", or "cudnn": "auto" with cuDNN's forms of arguments,
+            so that with seq_lens_q, also [batch_size, 1, 1, 1], qo_indptr may count elements, and
+            a paged cache is then [pages, num_kv_heads, page_size, head_dim]. fa2, fa3 and cpu never
+            become another, unless PREFLASH_BACKEND in the environment names the one to use.
         jit_args, jit_kwargs: None, or those of FlashInfer's variant "AttentionSink", whose dtypes
             and head_dims plan() must then have. Nothing is compiled at run time. run() takes sink
             and sm_scale by position behind the tensors, everything else by name.
@@ -55,7 +55,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn" with use_cuda_graph=True, or another variant.
+        NotImplementedError: another variant in jit_args.
     """
 
     @tells_nearest
@@ -258,9 +258,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
 
 
 class Pages(BatchPrefillWithPagedKVCacheWrapper):
-    """The paged wrapper inside of another one, which has no cuDNN."""
+    """The paged wrapper inside of another one, which refuses backend="cudnn"."""
 
-    _serves_cudnn = False
+    _takes_cudnn = False
 
 
 class OverPages:

@@ -36,7 +36,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        NotImplementedError: backend="cudnn" with use_cuda_graph=True, or another variant.
+        NotImplementedError: another variant in jit_args.
     """
 
     @tells_nearest

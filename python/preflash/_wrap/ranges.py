@@ -88,7 +88,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         NotImplementedError: use_cuda_graph, or a position encoding.
     """
 
-    _serves_cudnn = False
+    _takes_cudnn = False
 
     @tells_nearest
     def __init__(

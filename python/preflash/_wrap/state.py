@@ -94,7 +94,7 @@ class State(NamedTuple):
 
 
 def _is_captured(variant: PlannedVariant) -> bool:
-    return variant.place is not None and variant.place.captured is not None
+    return variant.place.captured is not None
 
 
 class Drafted(NamedTuple):

@@ -13,7 +13,6 @@ import torch
 import preflash
 
 from .. import _core
-from .._cudnn import graph
 from .._device import backends
 from .console import Table
 from .machine import cpu_refusal, gpu_absent, has_gpu_kernels
@@ -40,7 +39,6 @@ def collect() -> dict:
         "torch_cuda": torch.version.cuda,
         "build": "gpu and cpu" if has_gpu_kernels() else "cpu alone",
         "cuda": _core.cuda_version() or None,
-        "cudnn_absent": graph.why_missing(),
         "gpu_absent": absent or None,
         "kernels": dict(collections.Counter(kernel["family"] for kernel in _core.kernels())),
         "gpus": gpus,
@@ -68,16 +66,14 @@ def _auto(device: torch.device) -> dict:
 
 def _text(facts: dict) -> str:
     kernels = ", ".join(f"{family}: {count}" for family, count in facts["kernels"].items())
-    cpu, gpu, cudnn = facts["cpu"], facts["gpu_absent"], facts["cudnn_absent"]
+    cpu, gpu = facts["cpu"], facts["gpu_absent"]
     cuda = [f"kernel libraries of CUDA {facts['cuda']}"] if facts["cuda"] else []
     cuda += [f"not used: {gpu}"] if gpu else []
-    in_wrappers = "backend='cudnn' of the batch wrappers"
     on_cpu = f"{cpu['isa']}, {cpu['threads']} threads"
     lines = [
         f"preflash  {facts['preflash']}, kernel ABI {facts['kernel_abi']}",
         f"kernels   {kernels} (python -m preflash variants)",
         f"CUDA      {'; '.join(cuda)}",
-        f"cuDNN     {_unless(cudnn, in_wrappers)}",
         f"torch     {facts['torch']}, CUDA {facts['torch_cuda'] or 'none: a CPU build'}",
         f"Python    {facts['python']}, {facts['platform']}",
         f"CPU       {_unless(cpu['refusal'], on_cpu)}",

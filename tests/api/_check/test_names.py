@@ -69,7 +69,7 @@ def test_an_unknown_backend_lists_those_that_there_are(name):
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if BACKENDS[name][1] == OURS])
 def test_who_has_no_cudnn_says_who_has(name):
-    with pytest.raises(NotImplementedError, match="is served by cudnn_batch_prefill_with_kv_cache"):
+    with pytest.raises(NotImplementedError, match="is taken by cudnn_batch_prefill_with_kv_cache"):
         BACKENDS[name][0](backend="cudnn")
 
 

@@ -417,10 +417,9 @@ WRAPPERS = {
         ({"kv_layout": None}, "kv_layout", REFUSED),
         ({"backend": "fa7"}, "backend", REFUSED),
         ({"backend": 2}, "backend", REFUSED),
-        ({"backend": "cudnn"}, "backend|cudnn", EITHER),
         ({"use_cuda_graph": True}, "use_cuda_graph", EITHER),
     ],
-    ids=["layout", "layout_none", "backend", "backend_type", "cudnn", "graph"],
+    ids=["layout", "layout_none", "backend", "backend_type", "graph"],
 )
 def test_constructor(target, wrapper, options, match, error):
     """A backend that is known but not there may be refused as late as plan()."""

@@ -1,28 +1,14 @@
-"""cudnn_batch_prefill_with_kv_cache: on the kernels of this package, on a fake cuDNN that computes
-from declared strides and offsets, and on cuDNN itself where there is a GPU with it."""
+"""cudnn_batch_prefill_with_kv_cache: cuDNN's forms of arguments, on the kernels of this package."""
 
 import dataclasses
 import math
-import sys
-import types
 
 import pytest
 import torch
 from cudnn_calls import LENGTHS, arguments, call, check, cumulated, make_case, rows_of
-from fake_cudnn import FakeCudnn, install
-from fuzz import cudnn_problems, cudnn_trial
-from fuzz.random_cases import Limits
-from preflash._cudnn import execution
-from preflash._cudnn import graph as _graph
+from preflash._fmha import cudnn
+from preflash._fmha.lengths import FmhaLengths
 from preflash.testing import build, compare, poison, reference, runner
-
-RAGGED_DIMS = [(128, 128), (192, 128)]
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """cuDNN as far as anything but numbers at GPU speed can tell, for tensors on the CPU."""
-    return install(monkeypatch, FakeCudnn())
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 5, 16])
@@ -42,36 +28,6 @@ def test_own_kernels_take_any_head_dim_and_arrays(target, dims, units, where):
     device = target.device if where == "device" else "cpu"
     out, lse = call(**arguments(inputs, units, device), backend=target.backend, lse_base="ln")
     check(inputs, out, rows_of(inputs.case, lse) / math.log(2))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("page_size", [0, 1, 16])
-def test_graphs_declare_what_the_tensors_are(fake, lengths, page_size, causal):
-    inputs = build(make_case(lengths, page_size=page_size, causal=causal))
-    out, lse = call(**arguments(inputs), backend="cudnn")
-    assert len(fake.runs) == 1
-    check(inputs, out, rows_of(inputs.case, lse))
-
-
-@pytest.mark.parametrize("lse_base", ["log2", "ln"])
-@pytest.mark.parametrize("units", ["elements", "tokens"])
-@pytest.mark.parametrize("dims", RAGGED_DIMS)
-def test_cudnn_units_bases_and_dims(fake, dims, units, lse_base):
-    inputs = build(make_case("empty", dims=dims, dtype=torch.float16))
-    out, lse = call(**arguments(inputs, units), lse_base=lse_base)
-    assert len(fake.runs) == 1  # "auto" is cuDNN for ragged keys
-    factor = 1.0 if lse_base == "log2" else 1 / math.log(2)
-    check(inputs, out, rows_of(inputs.case, lse) * factor)
-
-
-@pytest.fixture(params=["kernels", "fake"])
-def backend(request):
-    """Both ways of a call on the CPU."""
-    if request.param == "fake":
-        request.getfixturevalue("fake")
-        return "cudnn"
-    return "cpu"
 
 
 def scattered(inputs, gap=3):
@@ -100,14 +56,14 @@ def scattered(inputs, gap=3):
 
 
 @pytest.mark.parametrize("lengths", ["odd", "empty", "more_queries"])
-def test_requests_anywhere_and_only_their_rows_written(backend, lengths):
+def test_requests_anywhere_and_only_their_rows_written(lengths):
     inputs = build(make_case(lengths))
     kwargs = scattered(inputs)
     rows, heads = kwargs["q"].shape[:2]
     out = torch.full((rows, heads, 128), 7.0, dtype=torch.bfloat16)
     lse = torch.full((rows, heads), 7.0)
     stats = kwargs["batch_offsets_q"]
-    given = call(**kwargs, out=out, lse=lse, batch_offsets_stats=stats, backend=backend)
+    given = call(**kwargs, out=out, lse=lse, batch_offsets_stats=stats)
     assert given[0] is out
     assert given[1] is lse
     own = [range(s, s + n) for s, n in zip(stats.tolist(), inputs.case.qo_lens, strict=True)]
@@ -138,7 +94,7 @@ def test_requests_of_8_bits_anywhere(out_dtype):
     runner.compare(inputs, out.view(-1, 4, 64)[rows], rows_of(case, lse)).check()
 
 
-def test_strided_tensors_and_padded_lse_in_place(backend):
+def test_strided_tensors_and_padded_lse_in_place():
     inputs = build(make_case("empty"))
     kwargs = arguments(inputs, "tokens")
     wide = poison((inputs.q.shape[0], 9, 128), torch.bfloat16)
@@ -146,44 +102,44 @@ def test_strided_tensors_and_padded_lse_in_place(backend):
     kwargs["q"] = wide[:, 1:7]
     out = poison((inputs.q.shape[0], 8, 128), torch.bfloat16)[:, 2:]
     lse = torch.full((5, 7, 6), 7.0)
-    result = call(**kwargs, out=out, lse=lse, backend=backend)
+    result = call(**kwargs, out=out, lse=lse)
     assert result[0] is out
     assert result[1] is lse
     check(inputs, out[: sum(inputs.case.qo_lens)], rows_of(inputs.case, lse))
 
 
-def test_element_offsets_follow_the_strides(backend):
+def test_element_offsets_follow_the_strides():
     inputs = build(make_case())
     kwargs = arguments(inputs)
     wide = poison((inputs.q.shape[0], 9, 128), torch.bfloat16)
     wide[:, :6] = inputs.q
     kwargs["q"] = wide[:, :6]
     kwargs["batch_offsets_q"] = cumulated(inputs.case.qo_lens) * 9 * 128
-    out, lse = call(**kwargs, backend=backend)
+    out, lse = call(**kwargs)
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_rows_of_q_in_one_place(backend):
+def test_rows_of_q_in_one_place():
     """A stride of 0 from token to token."""
     inputs = build(make_case())
     inputs.q = inputs.q[:1].expand(inputs.q.shape[0], -1, -1)
-    out, lse = call(**arguments(inputs, "tokens"), backend=backend)
+    out, lse = call(**arguments(inputs, "tokens"))
     check(inputs, out, rows_of(inputs.case, lse))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_lse_at_offsets_of_a_fresh_tensor(backend, lengths):
+def test_lse_at_offsets_of_a_fresh_tensor(lengths):
     inputs = build(make_case(lengths))
     qo_lens = inputs.case.qo_lens
     stats = cumulated(qo_lens) * 6
-    out, lse = call(**arguments(inputs), batch_offsets_stats=stats, backend=backend)
+    out, lse = call(**arguments(inputs), batch_offsets_stats=stats)
     rows = sum(qo_lens)
     assert lse.shape == (len(qo_lens), max(qo_lens), 6)
     check(inputs, out, lse.view(-1, 6)[:rows])
     assert (lse.view(-1, 6)[rows:] == -math.inf).all()
 
 
-def test_the_seed_form_of_arrays(backend):
+def test_the_seed_form_of_arrays():
     """[batch_size] offsets and [batch_size, 1, 1, 1] lengths."""
     inputs = build(make_case())
     kwargs = arguments(inputs)
@@ -192,61 +148,50 @@ def test_the_seed_form_of_arrays(backend):
             kwargs[name] = kwargs[name][:-1]
         if name.startswith("actual_seq_lens"):
             kwargs[name] = kwargs[name].view(-1, 1, 1, 1)
-    out, lse = call(**kwargs, backend=backend)
+    out, lse = call(**kwargs)
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_lengths_out_of_token_offsets(backend):
+def test_lengths_out_of_token_offsets():
     inputs = build(make_case("empty"))
     kwargs = arguments(inputs, "tokens")
     del kwargs["actual_seq_lens_q"], kwargs["actual_seq_lens_kv"]
     del kwargs["batch_offsets_o"], kwargs["batch_offsets_v"]
-    out, lse = call(**kwargs, backend=backend)
+    out, lse = call(**kwargs)
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_one_request_needs_no_offsets(backend):
+def test_one_request_needs_no_offsets():
     inputs = build(make_case("one"))
     kwargs = {k: v for k, v in arguments(inputs).items() if "offsets_" not in k or "units" in k}
     kwargs["q"] = inputs.q[:33]
-    out, lse = call(**kwargs, backend=backend)
+    out, lse = call(**kwargs)
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_scales(backend):
+def test_scales():
     inputs = build(make_case())
     kwargs = arguments(inputs) | {"scale": 0.11 / 6.0}
-    out, lse = call(**kwargs, q_scale=2.0, k_scale=torch.tensor(3.0), backend=backend)
+    out, lse = call(**kwargs, q_scale=2.0, k_scale=torch.tensor(3.0))
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_a_factor_of_v_is_our_kernels(fake):
+def test_without_lse():
     inputs = build(make_case())
-    plain, _ = call(**arguments(inputs), backend="cpu")
-    out, _ = call(**arguments(inputs), v_scale=2.0)
-    assert fake.runs == []
-    rows = sum(inputs.case.qo_lens)
-    assert torch.equal(out[:rows], plain[:rows] * 2)
-    with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*v_scale"):
-        call(**arguments(inputs), v_scale=2.0, backend="cudnn")
-
-
-def test_without_lse(backend):
-    inputs = build(make_case())
-    expected, _ = call(**arguments(inputs), backend=backend)
-    out, lse = call(**arguments(inputs) | {"return_lse": False}, backend=backend)
+    expected, _ = call(**arguments(inputs))
+    out, lse = call(**arguments(inputs) | {"return_lse": False})
     assert lse is None
     rows = sum(inputs.case.qo_lens)
     assert torch.equal(out[:rows], expected[:rows])
     written = torch.full((4, 70, 6), 7.0)
-    _, lse = call(**arguments(inputs) | {"return_lse": False}, lse=written, backend=backend)
+    _, lse = call(**arguments(inputs) | {"return_lse": False}, lse=written)
     assert lse is None
     check(inputs, out, rows_of(inputs.case, written))
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("default", [torch.device("meta"), torch.float64, torch.bfloat16], ids=str)
-def test_the_defaults_of_the_caller_reach_nothing(backend, default, page_size):
+def test_the_defaults_of_the_caller_reach_nothing(default, page_size):
     inputs = build(make_case("empty", page_size=page_size))
     kwargs = arguments(inputs)
     before = torch.get_default_dtype()
@@ -255,9 +200,9 @@ def test_the_defaults_of_the_caller_reach_nothing(backend, default, page_size):
             torch.set_default_dtype(default)
         else:
             torch.set_default_device(default)
-        out, lse = call(**kwargs, backend=backend)
+        out, lse = call(**kwargs)
         empty = {"actual_seq_lens_q": torch.zeros(5, dtype=torch.int32, device="cpu")}
-        _, nothing = call(**kwargs | empty | {"max_token_per_sequence": 0}, backend=backend)
+        _, nothing = call(**kwargs | empty | {"max_token_per_sequence": 0})
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
@@ -265,145 +210,36 @@ def test_the_defaults_of_the_caller_reach_nothing(backend, default, page_size):
     check(inputs, out, rows_of(inputs.case, lse))
 
 
-def test_gradients_and_traces_are_refused(backend):
+def test_gradients_and_traces_are_refused():
     inputs = build(make_case())
     kwargs = arguments(inputs)
     wanted = kwargs | {"k_cache": inputs.k.clone().requires_grad_()}
     with pytest.raises(NotImplementedError, match="forward"):
-        call(**wanted, backend=backend)
+        call(**wanted)
     with torch.no_grad():
-        out, lse = call(**wanted, backend=backend)
+        out, lse = call(**wanted)
     check(inputs, out, rows_of(inputs.case, lse))
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(3, 0), (0, 1)])
-def test_nothing_to_compute(backend, rows, batch_size):
+def test_nothing_to_compute(rows, batch_size):
     q, kv = torch.randn(rows, 6, 128).half(), torch.randn(4, 2, 128).half()
     lens, given = torch.zeros(batch_size).int(), poison((batch_size, 2, 6), torch.float32, "cpu")
     out, _ = call(
         q, kv, kv, 0.1, torch.empty(1024, dtype=torch.uint8), max_token_per_sequence=2,
         max_sequence_kv=4, actual_seq_lens_q=lens, actual_seq_lens_kv=lens + 4, causal=True,
-        return_lse=True, lse=given, backend=backend,
+        return_lse=True, lse=given,
     )  # fmt: skip
     assert out.shape == q.shape
     assert (given == -math.inf).all()
 
 
-def test_graphs_are_kept_by_all_that_is_baked_in(fake):
-    inputs = build(make_case())
-    kwargs = arguments(inputs)
-    for _ in range(3):
-        call(**kwargs, backend="cudnn")
-    assert len(fake.graphs) == 1
-    # Values in arrays are read by the run, and sizes are rounded up to powers of two.
-    for same in (
-        {"actual_seq_lens_kv": torch.tensor([16, 37, 90, 1])},
-        {"max_token_per_sequence": 128, "max_sequence_kv": 127},
-    ):
-        call(**kwargs | same, backend="cudnn")
-    assert len(fake.graphs) == 1
-    three = build(dataclasses.replace(inputs.case, qo_lens=(5, 37, 70), kv_lens=(17, 37, 90)))
-    out, lse = call(**arguments(three), backend="cudnn")
-    check(three, out, rows_of(three.case, lse))
-    assert len(fake.graphs) == 1
-    built = 1
-    for other in (
-        {"scale": 0.12},
-        {"q_scale": 2.0},
-        {"causal": False},
-        {"return_lse": False},
-        {"max_token_per_sequence": 129},
-        {"max_sequence_kv": 129},
-        {"batch_offsets_q": kwargs["batch_offsets_q"].long()},
-        {"batch_offsets_stats": cumulated(inputs.case.qo_lens) * 6},
-        {"q": torch.cat([inputs.q, inputs.q], 1)[:, :6]},
-        {"out": torch.empty(inputs.q.shape[0], 7, 128, dtype=torch.bfloat16)[:, :6]},
-    ):
-        if "q" in other:
-            other["batch_offsets_q"] = cumulated(inputs.case.qo_lens) * 12 * 128
-        if "out" in other:
-            other["batch_offsets_o"] = cumulated(inputs.case.qo_lens) * 7 * 128
-        for _ in range(2):
-            call(**kwargs | other, backend="cudnn")
-        built += 1
-        assert len(fake.graphs) == built, other
-    assert fake.handles == 1
-    assert [graph.attention["attn_scale"] for graph in fake.graphs[:3]] == [0.11, 0.12, 0.22]
-
-
-def test_a_changing_scale_computes_with_the_new_one(fake):
-    inputs = build(make_case())
-    for scale in (0.11, 0.05, 0.11):
-        other = dataclasses.replace(inputs.case, sm_scale=scale)
-        out, lse = call(**arguments(inputs) | {"scale": scale})
-        again = dataclasses.replace(inputs, case=other)
-        check(again, out, rows_of(other, lse))
-
-
-def test_what_cudnn_refuses_is_computed_all_the_same(fake):
-    fake.refuse = "no such engine"
-    inputs = build(make_case())
-    for _ in range(2):  # remembered, too
-        out, lse = call(**arguments(inputs))
-        check(inputs, out, rows_of(inputs.case, lse))
-    with pytest.raises(NotImplementedError, match=r"backend='cudnn'.*no such engine.*'auto'"):
-        call(**arguments(inputs), backend="cudnn")
-    assert fake.runs == []
-
-
-def test_a_small_workspace_is_our_kernels(fake):
-    fake.workspace_bytes = 1 << 23
-    inputs = build(make_case())
-    out, lse = call(**arguments(inputs))
-    assert fake.runs == []
-    check(inputs, out, rows_of(inputs.case, lse))
-    with pytest.raises(NotImplementedError, match=r"workspace_buffer has 4194304 bytes.*8388608"):
-        call(**arguments(inputs), backend="cudnn")
-
-
-def test_pages_are_cudnn_for_an_explicit_backend_alone(fake):
-    inputs = build(make_case(page_size=16))
-    out, lse = call(**arguments(inputs))
-    assert fake.runs == []
-    check(inputs, out, rows_of(inputs.case, lse))
-    odd = build(make_case(page_size=5))
-    with pytest.raises(NotImplementedError, match=r"power of two.*page_size is 5"):
-        call(**arguments(odd), backend="cudnn")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dtype": torch.float32}, "float16 or bfloat16"),
-        ({"dims": (64, 64)}, "head_dim 128.*64 and 64"),
-        ({"dims": (256, 256)}, "256 and 256"),
-    ],
-)
-def test_what_cudnn_is_not_asked_for(fake, change, message):
-    inputs = build(make_case(**change))
-    out, lse = call(**arguments(inputs))
-    check(inputs, out, rows_of(inputs.case, lse))
-    with pytest.raises(NotImplementedError, match=message):
-        call(**arguments(inputs), backend="cudnn")
-    assert fake.runs == []
-
-
-def test_out_may_be_q_itself_but_not_for_cudnn(fake):
-    inputs = build(make_case())
-    expected = reference(inputs)
-    with pytest.raises(NotImplementedError, match="out and q are not apart in memory"):
-        call(**arguments(inputs), out=inputs.q, backend="cudnn")
-    out, lse = call(**arguments(inputs), out=inputs.q)
-    assert fake.runs == []
-    compare(out[: expected.out.shape[0]], rows_of(inputs.case, lse), expected).check()
-
-
-def test_lse_inside_out(backend):
+def test_lse_inside_out():
     inputs = build(make_case())
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
     lse = out.view(-1).view(torch.float32)[: 4 * 70 * 6].view(4, 70, 6)
     with pytest.raises(ValueError, match="lse shares memory with out"):
-        call(**arguments(inputs), out=out, lse=lse, backend=backend)
+        call(**arguments(inputs), out=out, lse=lse)
     assert (out == 7.0).all()
 
 
@@ -425,41 +261,6 @@ def test_outputs_on_inputs(name):
     assert torch.equal(*(t.view(torch.int16) for t in (memory, before)))
 
 
-def frontend(backend_version):
-    return types.SimpleNamespace(pygraph=None, backend_version=backend_version)
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (None, r"does not import.*pip install 'preflash\[cudnn\]'"),
-        (types.ModuleType("cudnn"), r"is not NVIDIA's.*pip install 'preflash\[cudnn\]'"),
-        (frontend(lambda: 1 / 0), "finds no libcudnn"),
-        (frontend(lambda: 90500), "90500; must be at least 90700"),
-    ],
-    ids=["absent", "another", "no library", "too old"],
-)
-def test_why_cudnn_is_missing(monkeypatch, module, message):
-    monkeypatch.setitem(sys.modules, "cudnn", module)
-    monkeypatch.setattr(execution, "DEVICE_TYPE", "cpu")
-    _graph._load.cache_clear()
-    try:
-        assert _graph.why_missing() is not None
-        inputs = build(make_case())
-        with pytest.raises(NotImplementedError, match=message):
-            call(**arguments(inputs), backend="cudnn")
-        out, lse = call(**arguments(inputs))
-        check(inputs, out, rows_of(inputs.case, lse))
-    finally:
-        _graph._load.cache_clear()
-
-
-def test_cpu_tensors_are_no_business_of_cudnn():
-    inputs = build(make_case())
-    with pytest.raises(NotImplementedError, match=r"CUDA tensors.*cpu.*'auto'"):
-        call(**arguments(inputs), backend="cudnn")
-
-
 INT = {"dtype": torch.int32}
 MISTAKES = {
     "no lengths": ({"actual_seq_lens_q": None}, ValueError, "actual_seq_lens_q is missing"),
@@ -477,12 +278,14 @@ MISTAKES = {
     "k paged": ({"k_cache": torch.zeros(3, 2, 4, 128)}, ValueError, "k_cache has shape"),
     "k dtype": ({"k_cache": torch.zeros(208, 2, 128)}, TypeError, "k_cache=torch.float32"),
     "v heads": (
-        {"v_cache": torch.zeros(208, 3, 128, dtype=torch.bfloat16)}, ValueError, "v_cache has"
+        {"v_cache": torch.zeros(208, 3, 128, dtype=torch.bfloat16)}, ValueError, r"v_cache \(208, 3"
     ),
     "k dim": (
-        {"k_cache": torch.zeros(208, 2, 64, dtype=torch.bfloat16)}, ValueError, "head_dim 64"
+        {"k_cache": torch.zeros(208, 2, 64, dtype=torch.bfloat16)}, ValueError, r"k_cache \(208, 2"
     ),
-    "heads": ({"q": torch.zeros(113, 5, 128, dtype=torch.bfloat16)}, ValueError, "q has 5 heads"),
+    "heads": (
+        {"q": torch.zeros(113, 5, 128, dtype=torch.bfloat16)}, ValueError, r"q has shape \(113, 5"
+    ),
     "scale": ({"scale": math.nan}, ValueError, "scale"),
     "scale type": ({"scale": "large"}, TypeError, "scale"),
     "causal": ({"causal": None}, TypeError, "causal"),
@@ -565,49 +368,49 @@ MISTAKES = {
     ),
 }  # fmt: skip
 PAGE_MISTAKES = {
-    "table width": (lambda table: table[:, :5], ValueError, r"block_tables has shape \(4, 5\)"),
+    "table width": (lambda table: table[:, :5], ValueError, "block_tables has 5 pages of 16 keys"),
     "table rows": (lambda table: table[:3], ValueError, r"block_tables has shape \(3, 8\)"),
     "table dims": (lambda table: table[0], ValueError, "block_tables has shape"),
     "table dtype": (lambda table: table.long(), TypeError, "block_tables is torch.int64"),
     "page beyond": (
         lambda table: table.clone().index_fill_(1, torch.tensor([1]), 999), ValueError,
-        r"block_tables\[0, 1\] = 999: must be in \[0, 18\), the pages of k_cache",
+        r"block_tables\[0\] holds 999; must be in \[0, 18\)",
     ),
     "page negative": (
         lambda table: table.clone().index_fill_(1, torch.tensor([2]), -1), ValueError,
-        r"block_tables\[1, 2\] = -1",
+        r"block_tables\[1\] holds -1",
     ),
 }  # fmt: skip
 
 
-def test_a_table_as_wide_as_the_lengths_need(backend):
+def test_a_table_as_wide_as_the_lengths_need():
     """max_sequence_kv is a bound of lengths that the host knows."""
     inputs = build(make_case(page_size=16))
-    kwargs = arguments(inputs) | {"max_sequence_kv": 4096, "backend": backend}
+    kwargs = arguments(inputs) | {"max_sequence_kv": 4096}
     longest = max(inputs.case.kv_lens)
     pages = -(-longest // 16)
     table = kwargs["block_tables"]
     out, lse = call(**kwargs | {"block_tables": table[:, :pages].clone()})
     check(inputs, out, rows_of(inputs.case, lse))
-    message = f"at least {pages}\\]: the longest of actual_seq_lens_kv is {longest}"
+    message = f"block_tables has {pages - 1} pages of 16 keys.* request 2 has {longest} keys"
     with pytest.raises(ValueError, match=message):
         call(**kwargs | {"block_tables": table[:, : pages - 1].clone()})
 
 
 @pytest.mark.parametrize("mistake", PAGE_MISTAKES)
-def test_refusals_of_pages(backend, mistake):
+def test_refusals_of_pages(mistake):
     change, error, message = PAGE_MISTAKES[mistake]
     inputs = build(make_case(page_size=16))
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
-    kwargs = arguments(inputs) | {"out": out, "backend": backend}
+    kwargs = arguments(inputs) | {"out": out}
     with pytest.raises(error, match=message):
         call(**kwargs | {"block_tables": change(kwargs["block_tables"])})
-    with pytest.raises(ValueError, match="pages have no offsets"):
+    with pytest.raises(NotImplementedError, match="batch_offsets_k"):
         call(**kwargs | {"batch_offsets_k": cumulated(inputs.case.kv_lens)})
     pools = {name: kwargs[name].transpose(1, 2) for name in ("k_cache", "v_cache")}
-    with pytest.raises(ValueError, match=r"k_cache 16;.*\[pages, num_kv_heads, page_size"):
+    with pytest.raises(ValueError, match=r"k_cache \(18, 16, 2.*\[pages, num_kv_heads, page_size"):
         call(**kwargs | pools)
-    with pytest.raises(ValueError, match="page_size must be positive"):
+    with pytest.raises(ValueError, match="pages of 0 tokens; must hold at least 1"):
         call(**kwargs | {name: kwargs[name][:, :, :0] for name in pools})
     with pytest.raises(ValueError, match="actual_seq_lens_kv is missing"):
         call(**kwargs | {"actual_seq_lens_kv": None})
@@ -615,7 +418,7 @@ def test_refusals_of_pages(backend, mistake):
 
 
 @pytest.mark.parametrize("units", ["elements", "tokens"])
-def test_requests_may_share_keys_and_leave_gaps(backend, units):
+def test_requests_may_share_keys_and_leave_gaps(units):
     """Offsets of batch_size + 1 in any order, and lengths below what they leave."""
     case = dataclasses.replace(make_case(), qo_lens=(5, 37, 9), kv_lens=(40, 40, 40))
     inputs = build(case)
@@ -623,19 +426,19 @@ def test_requests_may_share_keys_and_leave_gaps(backend, units):
     width = 1 if units == "tokens" else 256
     starts = torch.tensor([40, 0, 40, 99]) * width
     kwargs |= {"batch_offsets_k": starts, "batch_offsets_v": starts}
-    out, lse = call(**kwargs, backend=backend)
+    out, lse = call(**kwargs)
     own = dataclasses.replace(inputs, k=torch.cat([inputs.k[n : n + 40] for n in (40, 0, 40)]))
     own.v = torch.cat([inputs.v[n : n + 40] for n in (40, 0, 40)])
     check(own, out, rows_of(case, lse))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_refusals(backend, mistake):
+def test_refusals(mistake):
     """Whoever computes, and before anything is written."""
     change, error, message = MISTAKES[mistake]
     inputs = build(make_case())
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
-    kwargs = arguments(inputs) | {"out": out, "backend": backend} | change
+    kwargs = arguments(inputs) | {"out": out} | change
     with pytest.raises(error, match=message):
         call(**kwargs)
     assert (out == 7.0).all()
@@ -652,83 +455,166 @@ def test_refusals(backend, mistake):
         ({"batch_offsets_stats": [0, 0, 6 * 280, 0, 0]}, r"batch_offsets_stats\[2\]: request 2"),
     ],
 )
-def test_offsets_that_the_host_can_read(backend, change, message):
+def test_offsets_that_the_host_can_read(change, message):
     inputs = build(make_case())
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
     change = {name: torch.tensor(value) for name, value in change.items()}
     with pytest.raises(ValueError, match=message):
-        call(**arguments(inputs) | change, out=out, backend=backend)
+        call(**arguments(inputs) | change, out=out)
     assert (out == 7.0).all()
 
 
-def test_random_problems(fake):
-    """What the fuzzer draws for cuDNN itself, on the fake."""
-    limits = Limits(400, 3e6, (torch.bfloat16, torch.float16))
-    for index in range(150):
-        problem = cudnn_problems.draw(5, index, limits, for_cudnn=True)
-        smaller = dataclasses.replace(problem.call, workspace=64)
-        problem = dataclasses.replace(problem, call=smaller)
-        assert cudnn_trial.examine(problem, backend="cudnn").failures == [], index
-    assert len(fake.runs) > 150
-
-
-def test_the_environment_overrides(fake, monkeypatch):
-    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+def test_out_may_be_q_itself():
     inputs = build(make_case())
-    call(**arguments(inputs), backend="cudnn")
-    assert fake.runs == []
+    expected = reference(inputs)
+    out, lse = call(**arguments(inputs), out=inputs.q)
+    assert out is inputs.q
+    compare(out[: expected.out.shape[0]], rows_of(inputs.case, lse), expected).check()
 
 
-gpu = pytest.mark.gpu
+@pytest.mark.parametrize("lse_base", ["log2", "ln"])
+@pytest.mark.parametrize("units", ["elements", "tokens"])
+@pytest.mark.parametrize("backend", [None, "auto", "cudnn"])
+def test_cudnn_is_auto(backend, units, lse_base):
+    inputs = build(make_case("empty", dims=(192, 128), dtype=torch.float16))
+    out, lse = call(**arguments(inputs, units), lse_base=lse_base, backend=backend)
+    factor = 1.0 if lse_base == "log2" else 1 / math.log(2)
+    check(inputs, out, rows_of(inputs.case, lse) * factor)
+
+
+def test_a_factor_of_v():
+    inputs = build(make_case())
+    plain, _ = call(**arguments(inputs))
+    out, _ = call(**arguments(inputs), v_scale=2.0, backend="cudnn")
+    rows = sum(inputs.case.qo_lens)
+    assert torch.equal(out[:rows], plain[:rows] * 2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"dtype": torch.float32}, {"dims": (64, 64)}, {"dims": (256, 256)}], ids=str
+)
+def test_what_cudnn_itself_has_no_kernel_for(change):
+    inputs = build(make_case(**change))
+    out, lse = call(**arguments(inputs), backend="cudnn")
+    check(inputs, out, rows_of(inputs.case, lse))
+
+
+def test_the_environment_overrides(monkeypatch):
+    monkeypatch.setenv("PREFLASH_BACKEND", "fa2")
+    inputs = build(make_case())
+    with pytest.raises(ValueError, match="backend='fa2' computes on CUDA tensors"):
+        call(**arguments(inputs), backend="cudnn")
+    monkeypatch.setenv("PREFLASH_BACKEND", "cudnn")
+    with pytest.raises(ValueError, match="PREFLASH_BACKEND='cudnn'"):
+        call(**arguments(inputs))
+
+
+# --- is_cuda_graph_compatible ------------------------------------------------------
 
 
 @pytest.fixture
-def cudnn():
-    pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
-    if _graph.why_missing() is not None:
-        pytest.skip(_graph.why_missing())
+def unread(monkeypatch):
+    """Treats the CPU as a GPU whose arrays the host does not read."""
+    monkeypatch.setattr(cudnn, "_GPU", ("cpu", "cuda"))
+    monkeypatch.setattr(FmhaLengths, "on_host", False)
 
 
-@gpu
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-@pytest.mark.parametrize("dims", RAGGED_DIMS)
+GRAPH = {"is_cuda_graph_compatible": True}
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 16])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_cudnn_itself(cudnn, lengths, dims, where):
-    inputs = build(make_case(lengths, dims=dims), device="cuda")
-    out, lse = call(**arguments(inputs, device=where), backend="cudnn")
+@pytest.mark.parametrize("causal", [True, False])
+def test_arrays_that_the_host_does_not_read(unread, lengths, page_size, causal):
+    inputs = build(make_case(lengths, page_size=page_size, causal=causal))
+    for units in ("elements", "tokens"):
+        out, lse = call(**arguments(inputs, units), **GRAPH)
+        check(inputs, out, rows_of(inputs.case, lse))
+        assert (out[sum(inputs.case.qo_lens) :] == 0).all()
+
+
+@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize("lengths", ["odd", "empty", "more_queries"])
+def test_unread_requests_anywhere_in_q_and_out(unread, lengths, stats):
+    inputs = build(make_case(lengths))
+    kwargs = arguments(inputs, "tokens")
+    moved = scattered(inputs)
+    for name in ("q", "batch_offsets_q", "batch_offsets_o"):
+        kwargs[name] = moved[name]
+    rows, qo_lens = kwargs["q"].shape[0], inputs.case.qo_lens
+    out = torch.full((rows, 6, 128), 7.0, dtype=torch.bfloat16)
+    at, lse = kwargs["batch_offsets_o"], torch.full((len(qo_lens), max(qo_lens), 6), 7.0)
+    if stats:
+        kwargs["batch_offsets_stats"], lse = at, torch.full((rows, 6), 7.0)
+    returned, returned_lse = call(**kwargs, out=out, lse=lse, **GRAPH)
+    assert returned is out
+    assert returned_lse is lse
+    own = torch.cat([torch.arange(s, s + n) for s, n in zip(at.tolist(), qo_lens, strict=True)])
+    check(inputs, out[own], lse[own] if stats else rows_of(inputs.case, lse))
+    others = torch.ones(rows, dtype=torch.bool).index_fill(0, own, False)
+    assert (out[others] == 7.0).all()
+    assert not stats or (lse[others] == 7.0).all()
+
+
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::_unique2"}
+
+
+def operators(**arguments):
+    with torch.autograd.profiler.profile() as profile:
+        call(**arguments)
+    return {event.name for event in profile.function_events}
+
+
+def test_no_value_is_read(unread):
+    inputs = build(make_case("odd"))
+    kwargs = arguments(inputs, "tokens") | {"lse": torch.zeros(113, 6)}
+    kwargs |= {"batch_offsets_stats": kwargs["batch_offsets_q"]}
+    assert not READS & operators(**kwargs, **GRAPH)
+    assert READS & operators(**kwargs)
+
+
+def test_unread_values_are_checked_for_debugging(unread, monkeypatch):
+    inputs = build(make_case())
+    kwargs = arguments(inputs, "tokens") | GRAPH
+    later = kwargs["batch_offsets_v"] + 1
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    out, lse = call(**kwargs)
     check(inputs, out, rows_of(inputs.case, lse))
+    for change, message in (
+        ({"max_token_per_sequence": 69}, r"actual_seq_lens_q\[3\] = 70"),
+        ({"batch_offsets_v": later}, "batch_offsets_v: requests must lie one after the other"),
+        ({"batch_offsets_q": kwargs["batch_offsets_q"] + 9}, r"batch_offsets_q\[3\]: request 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**kwargs | change)
 
 
-@gpu
-@pytest.mark.parametrize("page_size", [2, 16, 64])
-def test_cudnn_itself_with_pages(cudnn, page_size):
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_a_captured_call_follows_its_arrays(page_size):
     inputs = build(make_case(page_size=page_size), device="cuda")
     kwargs = arguments(inputs, device="cuda")
-    for name in ("k_cache", "v_cache"):  # what cuDNN multiplies by 0
-        kwargs[name] = kwargs[name].nan_to_num(0.0, 0.0, 0.0)
-    out, lse = call(**kwargs, backend="cudnn")
-    check(inputs, out, rows_of(inputs.case, lse))
-
-
-@gpu
-def test_a_captured_call_follows_its_arrays(cudnn):
-    inputs = build(make_case(), device="cuda")
-    kwargs = arguments(inputs, device="cuda") | {"is_cuda_graph_compatible": True}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        call(**kwargs)
+        call(**kwargs, **GRAPH)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        out, lse = call(**kwargs)
-    for kv_lens in ((17, 37, 90, 64), (3, 37, 0, 1)):
-        kwargs["actual_seq_lens_kv"].copy_(torch.tensor(kv_lens, dtype=torch.int32))
+        out, lse = call(**kwargs, **GRAPH)
+    rows = sum(inputs.case.qo_lens)
+    for qo_lens in ((5, 37, 1, 70), (3, 0, 1, 44)):
+        kwargs["actual_seq_lens_q"].copy_(torch.tensor(qo_lens, dtype=torch.int32))
         graph.replay()
-        expected, expected_lse = call(**kwargs, backend="auto")
-        rows = sum(inputs.case.qo_lens)
-        assert torch.equal(out[:rows], expected[:rows])
-        assert torch.equal(lse, expected_lse)
-    with pytest.raises(NotImplementedError, match="use_cuda_graph=True"):
-        call(**kwargs, backend="fa2")
+        expected, expected_lse = call(**kwargs)
+        torch.testing.assert_close(out[:rows], expected[:rows])
+        torch.testing.assert_close(lse, expected_lse)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="pass is_cuda_graph_compatible=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
+        call(**kwargs)
     with pytest.raises(ValueError, match="actual_seq_lens_q is on the CPU"):
-        call(**kwargs | {"actual_seq_lens_q": kwargs["actual_seq_lens_q"].cpu()})
+        call(**kwargs | {"actual_seq_lens_q": kwargs["actual_seq_lens_q"].cpu()}, **GRAPH)
+    with pytest.raises(NotImplementedError, match="q_scale is on the GPU"):
+        call(**kwargs, q_scale=torch.ones(1, device="cuda"), **GRAPH)

@@ -11,7 +11,6 @@ import preflash
 import pytest
 import torch
 import wrapper_options
-from fake_cudnn import FakeCudnn, install
 from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
 from preflash.testing import Case, MaskKind, build, runner
@@ -234,22 +233,6 @@ def test_a_float_workspace_with_gaps(target):
         with pytest.raises(ValueError, match=r"float_workspace_buffer .* contiguous"):
             call()
     assert bool((memory == 7).all())
-
-
-@each_shrink
-@pytest.mark.parametrize("seen", ["first", "cached"])
-def test_cudnn(monkeypatch, seen, shrink):
-    install(monkeypatch, FakeCudnn(workspace_bytes=256))
-    case = Case("cudnn", (3, 5), (9, 8), 4, 2, 128, dtype=torch.float16, mask=MaskKind.CAUSAL)
-    inputs = build(case)
-    workspace = runner.workspace(size=4096)
-    wrapper = runner.make_wrapper(case, backend="cudnn", buffer=workspace)
-    runner.plan(wrapper, inputs)
-    if seen == "cached":
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    _, there = shrink(workspace)
-    with pytest.raises(ValueError, match=f"float_workspace_buffer has {there} .* needs 256"):
-        runner.run(wrapper, inputs)
 
 
 # --- The int workspace -------------------------------------------------------

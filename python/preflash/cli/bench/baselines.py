@@ -1,5 +1,5 @@
-"""The baselines, [tokens, num_qo_heads, head_dim] each: torch's own calls for the same problem,
-cuDNN through the wrappers, and flashinfer and FlashAttention-3 where they import."""
+"""The baselines, [tokens, num_qo_heads, head_dim] each: torch's own calls for the same problem
+(cuDNN is one of them), and flashinfer and FlashAttention-3 where they import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..._cudnn import graph
 from ...testing import Inputs, MaskKind, runner
 from ...testing.inputs import indptr
 from .rows import Baseline, Row
@@ -43,10 +42,6 @@ def baselines_of(row: Row, device: torch.device) -> dict[str, Prepare]:
         found |= {name: functools.partial(_sdpa, one) for name, one in backends.items()}
     if gpu and Baseline.VARLEN in wanted:
         found["varlen"] = _torch_varlen
-    if gpu and Baseline.FRONTEND in wanted and graph.why_missing() is None:
-        found["cudnn frontend"] = _planned_once(
-            functools.partial(runner.planned, backend="cudnn", size=WORKSPACE_BYTES // 2)
-        )
     found |= others_of(row) if gpu else {}
     if gpu and Baseline.READ in wanted:
         found[READ] = functools.partial(_plain_read, row)

@@ -25,7 +25,6 @@ class Baseline(enum.Enum):
 
     SDPA = "sdpa"  # torch's scaled_dot_product_attention, once per backend
     VARLEN = "varlen"  # torch's variable-length FA2 operator, GPU only
-    FRONTEND = "frontend"  # cuDNN through nvidia-cudnn-frontend, where that is installed, GPU only
     READ = "read"  # a plain read of as many bytes, the limit of decode, GPU only
 
 
@@ -82,14 +81,14 @@ def _dense(head_dim: int, length: int, tokens: int, num_heads: int, mask: MaskKi
 
 
 def _grouped(
-    name: str, qo_lens: Lengths, kv_lens: Lengths, kv_heads: int, page_sizes=(), beside=()
+    name: str, qo_lens: Lengths, kv_lens: Lengths, kv_heads: int, page_sizes=()
 ) -> list[Row]:
-    """GQA 4: a row without pages, and one of each page size. `beside`: baselines of all of them."""
+    """GQA 4: a row without pages, and one of each page size."""
     case = Case(name, qo_lens, kv_lens, 4 * kv_heads, kv_heads, 128, mask=MaskKind.CAUSAL)
-    rows = [Row(case, baselines=(Baseline.VARLEN, *beside))]
+    rows = [Row(case, baselines=(Baseline.VARLEN,))]
     for size in page_sizes:
         changes = {"name": f"{name} page {size}", "page_size": size, "form": KvForm.COMBINED}
-        rows.append(Row(dataclasses.replace(case, **changes), Metric.TFLOPS, beside, case))
+        rows.append(Row(dataclasses.replace(case, **changes), relative_to=case))
     return rows
 
 
@@ -116,18 +115,14 @@ def gpu_rows() -> list[Row]:
         for length in (1024, 4096, 16384)
         for mask in (MaskKind.NONE, MaskKind.CAUSAL)
     ]
-    cudnn = (Baseline.FRONTEND,)
-    mixed = _grouped("mixed", _MIXED, _MIXED, 8, [1, 16, 64], cudnn)
+    mixed = _grouped("mixed", _MIXED, _MIXED, 8, [1, 16, 64])
     append = ("append 512 on 8k x8", (512,) * 8, (8192,) * 8)
-    append = _grouped(*append, 8, [1, 16, 64, 128, 256], cudnn)
+    append = _grouped(*append, 8, [1, 16, 64, 128, 256])
     chunk = _grouped("chunk 2k on 64k", (2048,), (65536,), 8, [16])
     rows += [*mixed, *append, *chunk]
-    # What both cuDNN and the kernels of this package take.
-    four, one = (2048,) * 4, (8192,)
-    rows += _grouped("cudnn 4x2048", four, four, 8, [16, 64], cudnn)
-    rows += _grouped("cudnn 1x8192", one, one, 8, [16, 64], cudnn)
-    wide = Case("cudnn 4x2048 d192x128", four, four, 16, 16, 192, 128, mask=MaskKind.CAUSAL)
-    rows.append(Row(wide, baselines=cudnn))
+    four = (2048,) * 4
+    wide = Case("4x2048 d192x128", four, four, 16, 16, 192, 128, mask=MaskKind.CAUSAL)
+    rows.append(Row(wide, baselines=(Baseline.SDPA,)))
     lengths = {"256x1k": (256, 1024), "64x4k": (64, 4096), "4x32k": (4, 32768)}
     decodes = [_decode(f"decode {name}", *shape, 8) for name, shape in lengths.items()]
     small = _grouped("small 16 on 2k x32", (16,) * 32, (2048,) * 32, 8, [16])[1]
