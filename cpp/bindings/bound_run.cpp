@@ -127,6 +127,14 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
     }
   }
   call.bound = bound_to(call, arguments);
+  for (int s = 0; s < num_segments_; ++s) {
+    const auto& [given, seen] = call.segment(s);
+    for (std::size_t i = 0; i < given.heads.size(); ++i) {
+      if (given.heads[i] == Py_None || seen.heads[i] != 0) continue;
+      ask(functions_->check, arguments);
+      throw std::invalid_argument(std::string(kHeadTensors[i].name) + " has no memory behind it");
+    }
+  }
   if (records(call)) ask(functions_->refuse, arguments);
   return call;
 }
@@ -207,15 +215,19 @@ std::shared_ptr<const CheckedTensors> BoundRun::check_tensors(const Call& call,
   return std::make_shared<CheckedTensors>(std::move(checked));
 }
 
-// Of what is read or written, without what is made for the run.
+// True if autograd or jit tracks a caller's tensor.
 bool BoundRun::records(const Call& call) const {
-  std::array<PyObject*, 5 * kMaxSegments> tensors;
+  constexpr int kTensors = 5 + SegmentFacts::kHeadTensorCount;
+  std::array<PyObject*, kTensors * kMaxSegments> tensors;
   std::size_t count = 0;
   for (int s = 0; s < num_segments_; ++s) {
     const GivenSegment& given = call.segment(s).given;
     PyObject* const v = given.one_cache ? nullptr : given.v;
     for (PyObject* tensor : {given.q, given.k, v, given.out, given.lse}) {
       if (tensor != nullptr) tensors[count++] = tensor;
+    }
+    for (PyObject* tensor : given.heads) {
+      if (tensor != Py_None) tensors[count++] = tensor;
     }
   }
   return torch_.records({tensors.data(), count});
@@ -245,12 +257,14 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
     }
     const auto& [given, seen] = call.segment(s);
     const RunMemory& memory = given.memory == nullptr ? memory_[s] : *given.memory;
+    RunExtras extras = memory.extras;
+    seen.add_heads(&extras);
     launched.segments.add({.q = pointer<const void>(seen.q),
                            .k = pointer<const void>(seen.k),
                            .v = pointer<const void>(seen.v + bound.v_offset),
                            .o = pointer<void>(seen.out),
                            .lse = pointer<float>(seen.lse),
-                           .extras = memory.extras,
+                           .extras = extras,
                            .skip_factor = memory.skip_factor,
                            .sm_scale = given.sm_scale,
                            .out_scale = given.out_scale,

@@ -1,6 +1,7 @@
 #include "bindings/given_segment.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numbers>
 #include <span>
 
@@ -62,7 +63,12 @@ GivenSegment::GivenSegment(PyObject* const* arguments) : q(arguments[0]) {
   return_lse = truth != 0;
   lse_scale = lse_scale_of(outputs[3]);
   lse_layout = first_letter(outputs[4]);
-  memory = arguments[4] == Py_None ? nullptr : py::handle(arguments[4]).cast<const RunMemory*>();
+  if (arguments[4] == Py_None) return;
+  if (PyTuple_Check(arguments[4])) {
+    heads = items_of(arguments[4], SegmentFacts::kHeadTensorCount);
+  } else {
+    memory = py::handle(arguments[4]).cast<const RunMemory*>();
+  }
 }
 
 SeenSegment::SeenSegment(const Torch& torch, const GivenSegment& given) {
@@ -78,6 +84,16 @@ SeenSegment::SeenSegment(const Torch& torch, const GivenSegment& given) {
   v = given.one_cache ? k : see(given.v, &facts.v);
   if (given.out != nullptr) out = see(given.out, &facts.out);
   if (given.lse != nullptr) see_lse(torch, given.lse);
+  for (std::size_t i = 0; i < given.heads.size(); ++i) {
+    if (given.heads[i] != Py_None) heads[i] = see(given.heads[i], &facts.heads[i]);
+  }
+}
+
+void SeenSegment::add_heads(RunExtras* extras) const {
+  static_assert(std::size(kHeadTensors) == SegmentFacts::kHeadTensorCount);
+  for (std::size_t i = 0; i < heads.size(); ++i) {
+    if (heads[i] != 0) extras->*kHeadTensors[i].address = pointer<const float>(heads[i]);
+  }
 }
 
 void SeenSegment::see_lse(const Torch& torch, PyObject* tensor) {

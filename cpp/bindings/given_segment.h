@@ -3,6 +3,9 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <span>
+
 #include "bindings/run_memory.h"
 #include "bindings/torch_tensors.h"
 #include "core/launch.h"
@@ -15,7 +18,8 @@ namespace preflash {
 // Its arguments, of which all are alive while the call is.
 struct GivenSegment {
   // q, kv (a cache that holds both, or a pair), scales (of the logits, of the output), outputs
-  // (out or None, lse or None, return_lse, lse_base, lse_layout), memory or None.
+  // (out or None, lse or None, return_lse, lse_base, lse_layout), and None, a RunMemory, or a tuple
+  // of tensors with a number per head, or None (kHeadTensors).
   static constexpr int kArguments = 5;
 
   PyObject* q;
@@ -27,8 +31,9 @@ struct GivenSegment {
   bool return_lse;
   char lse_layout;
   float sm_scale, out_scale, lse_scale;
-  const RunMemory* memory;  // null: the plan's
-  pybind11::object pair;    // holds k and v
+  const RunMemory* memory = nullptr;  // null: the plan's
+  std::span<PyObject* const> heads;   // kHeadTensors, None where absent; empty: the memory's
+  pybind11::object pair;              // holds k and v
 
   // Throws pybind11's type_error for any other tuple.
   explicit GivenSegment(PyObject* const* arguments);
@@ -40,12 +45,15 @@ struct GivenSegment {
 struct SeenSegment {
   SegmentFacts facts;
   Address q = 0, k = 0, v = 0, out = 0, lse = 0;
+  std::array<Address, SegmentFacts::kHeadTensorCount> heads = {};
 
   // Throws what torch raises for values that are no ordinary tensors.
   SeenSegment(const Torch& torch, const GivenSegment& given);
   void see_lse(const Torch& torch, PyObject* tensor);
   // Whether the lse has elements and no memory.
   bool lse_is_unbacked() const;
+  // Adds the tensors with a number per head to what a run has of its memory.
+  void add_heads(RunExtras* extras) const;
 };
 
 }  // namespace preflash

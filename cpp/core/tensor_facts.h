@@ -26,6 +26,9 @@ struct SegmentFacts {
   bool one_cache = false;  // holds K and V
   TensorFacts out, lse;
   char lse_layout = 0;  // the first letter of its name; 0: no lse is wanted
+  // Tensors with a number per head (kHeadTensors), in their order.
+  static constexpr int kHeadTensorCount = 4;
+  std::array<TensorFacts, kHeadTensorCount> heads;
 
   friend bool operator==(const SegmentFacts&, const SegmentFacts&) = default;
 };

@@ -94,6 +94,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         *args: None,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        q_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -110,6 +111,6 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
         check.one_cache((sinks,))
-        given = run_options(self, (args, k_scale, v_scale, sinks), options)
+        given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
         outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
         return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)

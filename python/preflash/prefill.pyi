@@ -207,8 +207,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def run(
         self, q: torch.Tensor, paged_kv_cache: KvCache, k_scale: Scale = None,
         v_scale: Scale = None, return_lse: Literal[False] = False, *args: Any,
-        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
-        lse_layout: str = "NH", sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        q_scale: Scale = None, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        lse_base: str = "log2", lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -218,9 +218,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: KvCache, k_scale: Scale = None,
-        v_scale: Scale = None, *, return_lse: Literal[True], out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        v_scale: Scale = None, *, return_lse: Literal[True], q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -230,9 +230,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: KvCache, k_scale: Scale = None,
-        v_scale: Scale = None, *, return_lse: bool, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        v_scale: Scale = None, *, return_lse: bool, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -242,9 +242,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: KvCache, k_scale: Scale, v_scale: Scale,
-        return_lse: Literal[True], *args: Any, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        return_lse: Literal[True], *args: Any, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -254,20 +254,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: KvCache, k_scale: Scale, v_scale: Scale,
-        return_lse: bool, *args: Any, out: torch.Tensor | None = None,
+        return_lse: bool, *args: Any, q_scale: Scale = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
-        scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None, window_left: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
-        kv_cache_sf: torch.Tensor | None = None, o_scale: float | None = None,
-        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None,
+        sinks: torch.Tensor | None = None, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None,
+        window_left: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
+        enable_pdl: bool | None = None, kv_cache_sf: torch.Tensor | None = None,
+        o_scale: float | None = None, use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
     ) -> Result: ...
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, k_scale: Scale = None,
-        v_scale: Scale = None, *, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
-        lse_base: str = "log2", lse_layout: str = "NH", sinks: torch.Tensor | None = None,
-        q_scale: Scale = None, scale_q: torch.Tensor | None = None,
+        v_scale: Scale = None, *, q_scale: Scale = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
+        sinks: torch.Tensor | None = None, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None,
         window_left: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
         enable_pdl: bool | None = None, kv_cache_sf: torch.Tensor | None = None,
@@ -374,9 +374,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: Literal[False] = False,
-        *args: Any, k_scale: Scale = None, v_scale: Scale = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        *args: Any, k_scale: Scale = None, v_scale: Scale = None, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -386,9 +386,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
-        k_scale: Scale = None, v_scale: Scale = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        k_scale: Scale = None, v_scale: Scale = None, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -398,9 +398,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool,
-        k_scale: Scale = None, v_scale: Scale = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        k_scale: Scale = None, v_scale: Scale = None, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -410,9 +410,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: Literal[True],
-        *args: Any, k_scale: Scale = None, v_scale: Scale = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        *args: Any, k_scale: Scale = None, v_scale: Scale = None, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -422,9 +422,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool, *args: Any,
-        k_scale: Scale = None, v_scale: Scale = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
-        sinks: torch.Tensor | None = None, q_scale: Scale = None,
+        k_scale: Scale = None, v_scale: Scale = None, q_scale: Scale = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, lse_base: str = "log2",
+        lse_layout: str = "NH", sinks: torch.Tensor | None = None,
         scale_q: torch.Tensor | None = None, scale_k: torch.Tensor | None = None,
         scale_v: torch.Tensor | None = None, window_left: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None,
@@ -433,9 +433,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
     ) -> Result: ...
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, k_scale: Scale = None,
-        v_scale: Scale = None, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
-        lse_base: str = "log2", lse_layout: str = "NH", sinks: torch.Tensor | None = None,
-        q_scale: Scale = None, scale_q: torch.Tensor | None = None,
+        v_scale: Scale = None, q_scale: Scale = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, lse_base: str = "log2", lse_layout: str = "NH",
+        sinks: torch.Tensor | None = None, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None,
         window_left: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
         enable_pdl: bool | None = None, kv_cache_sf: torch.Tensor | None = None,

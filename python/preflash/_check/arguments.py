@@ -116,7 +116,6 @@ class RunArguments(NamedTuple):
 class RunKeywords(TypedDict, total=False):
     """Options that run() of every batch wrapper takes by name alone, None by default."""
 
-    q_scale: Scale
     scale_q: torch.Tensor | None
     scale_k: torch.Tensor | None
     scale_v: torch.Tensor | None
@@ -132,7 +131,7 @@ class RunKeywords(TypedDict, total=False):
 
 # What run() of the batch wrappers has beside tensors of the batch and outputs, as it was called.
 # extra: what stands behind the tensors by position.
-_GIVEN = ("extra", "k_scale", "v_scale", "sinks", *RunKeywords.__annotations__)
+_GIVEN = ("extra", "q_scale", "k_scale", "v_scale", "sinks", *RunKeywords.__annotations__)
 RunOptions = namedtuple("RunOptions", _GIVEN, defaults=((), *[None] * (len(_GIVEN) - 1)))
 
 

@@ -31,7 +31,8 @@ class SegmentRun(NamedTuple):
     kv: KvCache  # (k, v), or one paged cache that holds both
     scales: Scales
     outputs: Outputs = DEFAULT_OUTPUTS
-    memory: _core.RunMemory | None = None  # of this run alone, instead of the plan's
+    # Of this run alone: tensors with a number per head, or memory instead of the plan's.
+    memory: PerHead | tuple | _core.RunMemory | None = None
 
 
 class PlannedVariant:
@@ -248,6 +249,9 @@ def _bound_to(context: _Context, *given: Any) -> list[tuple]:
         with of_side(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
             strides, v_offset = _tensors.bind(q, run.kv, outputs, request)
+            if isinstance(run.memory, tuple):
+                heads = PerHead(*run.memory)
+                _tensors.check_per_head(heads, options, request.device, request.q_given)
         out_shape = (q.shape[0], options.num_qo_heads, options.head_dim_vo)
         out_dtype = check.TORCH_DTYPES[options.o_dtype]
         make_out = torch.empty_like
@@ -266,10 +270,11 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor
 @check.eager
 def _refuse_gradients(context: _Context, *given: Any) -> None:
     """Refuses a run whose gradient or trace would miss it, before it is launched."""
-    for name, (q, kv, _, outputs, _) in _segments(context[1], given):
+    for name, (q, kv, _, outputs, memory) in _segments(context[1], given):
+        heads = PerHead(*memory)._asdict() if isinstance(memory, tuple) else {}
         keys = {"k": kv[0], "v": kv[1]} if isinstance(kv, (tuple, list)) else {"paged_kv_cache": kv}
         with of_side(name):
-            check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse)
+            check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse, **heads)
 
 
 def _stream_changed(context: _Context) -> None:

@@ -369,8 +369,8 @@ class BatchPrefillWrapper(EngineAttributes):
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)
         scales = folded_scales(sm_scale, a.scales, options)
-        memory = None
-        if a.per_head.given or a.skip_factor > 0.0:
+        memory = a.per_head if a.per_head.given else None
+        if a.skip_factor > 0.0:
             memory = variant.memory_with(a.per_head, a.skip_factor)
         result = variant.attend_to(q, kv, scales, outputs, memory)
         if planned.usual is None and options is asked and self._state.planned is planned:
@@ -378,6 +378,17 @@ class BatchPrefillWrapper(EngineAttributes):
             planned = planned._replace(usual=variant)
             self._state = self._state._replace(planned=planned, last_forward=None)
         return result
+
+    @staticmethod
+    def _run_usual(
+        planned: Planned, q: torch.Tensor, kv: KvCache, scales: tuple, sinks: Any, outputs: Outputs
+    ) -> Result:
+        """Runs a plan with the options of plan(), which nothing records. scales: GivenScales."""
+        factors, (q_scale, k_scale, v_scale) = planned.scales, scales
+        if q_scale is not None or k_scale is not None or v_scale is not None:
+            factors = folded_scales(factors.logits, scales, planned.asked.request.options)
+        heads = None if sinks is None else (sinks, None, None, None)
+        return planned.usual.attend_to(q, kv, factors, outputs, heads)
 
     def _forward(self, q: torch.Tensor, kv: KvCache, given: Any, outputs: Outputs) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""

@@ -180,6 +180,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         *args: Any,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        q_scale: Scale = None,
         return_lse: bool = False,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
@@ -220,9 +221,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             args
             or (options and any_given(options))
             or return_lse is None
-            or k_scale is not None
-            or v_scale is not None
-            or sinks is not None
             or is_dynamo_compiling()
             or function_mode_is_active()
             or num_dispatch_modes()
@@ -230,11 +228,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or planned.usual is None
         ):
             check.one_cache(args)
-            given = run_options(self, (args, k_scale, v_scale, sinks), options)
+            given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, paged_kv_cache, given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return planned.usual.attend_to(q, paged_kv_cache, planned.scales, outputs, None)
+        scales = (q_scale, k_scale, v_scale)
+        return super()._run_usual(planned, q, paged_kv_cache, scales, sinks, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

@@ -109,6 +109,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         return_lse: bool = False,
         k_scale: Scale = None,
         v_scale: Scale = None,
+        q_scale: Scale = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         lse_base: str = "log2",
@@ -132,20 +133,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             args
             or (options and any_given(options))
             or return_lse is None
-            or k_scale is not None
-            or v_scale is not None
-            or sinks is not None
             or is_dynamo_compiling()
             or function_mode_is_active()
             or num_dispatch_modes()
             or (planned := self._state.planned) is None
             or planned.usual is None
         ):
-            given = run_options(self, (args, k_scale, v_scale, sinks), options)
+            given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, (k, v), given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
-        return planned.usual.attend_to(q, (k, v), planned.scales, outputs, None)
+        scales = (q_scale, k_scale, v_scale)
+        return super()._run_usual(planned, q, (k, v), scales, sinks, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any

@@ -746,6 +746,8 @@ def test_signatures():
         "rope_scale",
         "rope_theta",
         "non_blocking",
+        "seq_lens",
+        "lengths_are_upper_bounds",
     ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from planned_cases import planned
 from preflash import _core
-from preflash.testing import Case, MaskKind, build, runner
+from preflash.testing import Case, MaskKind, build, reference, runner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 HEADS = 4
@@ -113,19 +113,22 @@ def extras(monkeypatch):
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
 @pytest.mark.parametrize("case", [RAGGED, PAGED, SPLIT], ids=lambda case: case.name)
-def test_a_run_hands_them_on(target, case, mask, extras):
+def test_sinks_of_one_run(target, case, mask):
+    """Other sinks, and other memory of a size, count from run to run; none count without sinks."""
     inputs, wrapper = planned(dataclasses.replace(case, mask=mask), target)
-    sinks = sinks_on(target.device)
-    masked = mask is MaskKind.CUSTOM
-    tensors = (inputs.q, inputs.cache) if case.paged else (inputs.q, inputs.k, inputs.v)
-    extras.clear()
-    wrapper.run(*tensors, sinks=sinks)
-    wrapper.run(*tensors, sinks=sinks, window_left=3)
-    wrapper.run_return_lse(*tensors, sinks=sinks, k_scale=0.5)
-    assert extras == [{"masked": masked, "sinks": sinks.data_ptr()}] * 3
-    extras.clear()
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()  # of that run alone
-    assert extras == []
+    for sinks in (sinks_on(target.device), sinks_on(target.device).flip(0) * 3):
+        given = dataclasses.replace(inputs, sinks=sinks)
+        windowed = dataclasses.replace(given, case=dataclasses.replace(given.case, window_left=3))
+        half = dataclasses.replace(given.pipeline, sm_scale=given.pipeline.sm_scale * 0.5)
+        for expected, options in (
+            (reference(given), {}),
+            (reference(windowed), {"window_left": 3}),
+            (reference(given, pipeline=half), {"k_scale": 0.5}),
+            (reference(given), {}),
+        ):
+            result = runner.run(wrapper, inputs, sinks=sinks, **options)
+            runner.compare(given, *result, expected).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
