@@ -266,7 +266,7 @@ class GraphMode:
         if isinstance(a, PagedPlanArguments):
             pairs += [
                 (buffers.kv_indptr, a.paged_kv_indptr),
-                (buffers.indices, _pages_in_use(a.paged_kv_indices, batch)),
+                (buffers.indices, a.paged_kv_indices),
                 (buffers.last_page_len, a.paged_kv_last_page_len),
             ]
         else:
@@ -281,6 +281,8 @@ class GraphMode:
         for buffer, source in pairs:
             if _is_start_of(buffer, source):
                 continue
+            if buffer is buffers.indices and source.dim() == 1:
+                source = source[: batch.kv_end]  # a page list may be longer
             if source.dim() == 2:
                 rows = sent(source, buffer.device) if source.is_cpu else source
                 buffer[:, : source.shape[1]].copy_(_apart_from(buffer, rows))
@@ -389,11 +391,6 @@ def check_captured_mask(captured_mask: bool, has_mask: bool) -> None:
             "custom_mask: a CUDA graph has captured a run() without one and would leave it out; "
             "use another wrapper"
         )
-
-
-def _pages_in_use(indices: torch.Tensor, batch: _core.Batch) -> torch.Tensor:
-    """The part of a page list that requests own; all of a block table."""
-    return indices if indices.dim() == 2 else indices[: batch.kv_end]
 
 
 def _is_start_of(buffer: torch.Tensor, source: torch.Tensor) -> bool:
