@@ -67,9 +67,8 @@ def batch_lengths(
     if largest is not None:
         return Lengths(batch, PageList(to_upload, None, largest))
     is_table = isinstance(a.paged_kv_indices, torch.Tensor) and a.paged_kv_indices.dim() == 2
-    if is_table and batch is not None:
-        return Lengths(batch, _block_table(batch, a, device, indices_buf))
-    indices = check.index_array("paged_kv_indices", a.paged_kv_indices, device)
+    if not is_table:
+        indices = check.index_array("paged_kv_indices", a.paged_kv_indices, device)
     if batch is None:
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
         batch = _checked_batch({name: getattr(a, name) for name in names}, page_size, device)

@@ -614,7 +614,7 @@ def test_a_captured_call_follows_its_arrays(page_size):
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
     ):
         call(**kwargs)
-    with pytest.raises(ValueError, match="actual_seq_lens_q is on the CPU"):
+    with pytest.raises(ValueError, match=r"actual_seq_lens_q is on cpu; .*must be on the GPU"):
         call(**kwargs | {"actual_seq_lens_q": kwargs["actual_seq_lens_q"].cpu()}, **GRAPH)
     with pytest.raises(NotImplementedError, match="q_scale is on the GPU"):
         call(**kwargs, q_scale=torch.ones(1, device="cuda"), **GRAPH)

@@ -61,11 +61,16 @@ def test_block_tables(target, case, spread, where):
         assert torch.equal(got, wanted)
 
 
-def test_arrays_that_start_above_zero(target):
+@pytest.mark.parametrize("spread", [False, True], ids=["contiguous", "strided"])
+def test_arrays_that_start_above_zero(target, spread):
     inputs = build(CASE, device=target.device)
-    later = dataclasses.replace(inputs, kv_indptr=inputs.kv_indptr + 5)
+    indptr = inputs.kv_indptr + 5
+    if spread:
+        indptr = torch.stack([indptr, indptr], 1)[:, 0]
+    later = dataclasses.replace(inputs, kv_indptr=indptr)
     for where in ("cpu", target.device):
-        wrapper = runner.planned(with_table(later, table_of(inputs, where)), backend=target.backend)
+        table = table_of(inputs, where)
+        wrapper = runner.planned(with_table(later, table), backend=target.backend)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
