@@ -27,6 +27,23 @@ def surrounded(inputs: Inputs, before: int, behind: int) -> Inputs:
     return around
 
 
+def with_bounds(inputs: Inputs, pages: int = 2) -> Inputs:
+    """The same batch with so many pages more behind those of each request, all full: upper bounds
+    of its keys. The pages are of other requests."""
+    begin = int(inputs.kv_indptr[0])
+    before = inputs.indices[:begin]
+    parts, more = [before], inputs.indices.new_zeros(pages)
+    for own in inputs.page_table:
+        parts += [inputs.indices.new_tensor(own), more]
+    steps = torch.arange(inputs.kv_indptr.numel(), device=inputs.kv_indptr.device) * pages
+    return dataclasses.replace(
+        inputs,
+        indices=torch.cat(parts),
+        kv_indptr=inputs.kv_indptr + steps.to(inputs.kv_indptr.dtype),
+        last_page_len=torch.full_like(inputs.last_page_len, inputs.case.page_size),
+    )
+
+
 def lone(inputs: Inputs, i: int) -> Inputs:
     """Request i as a batch of its own, in the memory that it shares with the others."""
     case = inputs.case

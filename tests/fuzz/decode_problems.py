@@ -36,7 +36,13 @@ def draw(seed: int, index: int, limits: Limits) -> DecodeProblem:
     drawn = draw_problem(seed, index, limits)
     case, also = _adapted(rng, drawn.case, drawn.call.entry), drawn.also
     call = dataclasses.replace(
-        drawn.call, padding=0, graph=False, hints=False, other_mask=False, long_mask=False
+        drawn.call,
+        padding=0,
+        graph=False,
+        hints=False,
+        bounds=False,
+        other_mask=False,
+        long_mask=False,
     )
     if call.entry is Entry.SINGLE:
         call = _plain(call)

@@ -85,6 +85,7 @@ class Call:
     padding: int = 0  # rows of q, and pages, that no request has, before and behind theirs
     graph: bool = False  # use_cuda_graph=True, with buffers
     hints: bool = False  # plan() is told the lengths and pages in its other forms, too
+    bounds: bool = False  # plan() has upper bounds of the keys, run() their numbers
     other_mask: bool = False  # beside a packed mask a dense one, which does not count
     long_mask: bool = False  # masks are longer than needed
 
@@ -111,7 +112,9 @@ class Problem:
         if entry is Entry.SINGLE:
             _must(case.batch_size == 1 and not case.paged, "one ragged request")
             _must(not splits, "a single request has no split policy")
-            _must(not (call.graph or call.hints or call.padding), "options of plan()")
+            _must(
+                not (call.graph or call.hints or call.padding or call.bounds), "options of plan()"
+            )
             _must(not (call.other_mask or call.long_mask), "masks of plan()")
             _must(self.also not in (Also.ALONE, Also.REPLAN), "a single request is not planned")
         if entry is Entry.FORWARD:
@@ -122,6 +125,8 @@ class Problem:
             _must(not case.head_scales, "options of run()")
         _must(not limits.contradiction(case), limits.contradiction(case))
         _must(not call.other_mask or case.mask is MaskKind.PACKED, "beside a packed mask")
+        _must(not call.bounds or _may_be_bounded(case, call), "keys that plan() has to know")
+        _must(not call.bounds or self.also in _WITH_BOUNDS, "looked at with exact lengths")
         _must(not call.long_mask or case.has_custom_mask, "there is no mask")
         _must(not call.window_at_run or entry is Entry.BATCH, "an option of run()")
         _must(call.skip_factor == 0.0 or entry is Entry.BATCH, "an option of run()")
@@ -229,7 +234,10 @@ def draw(seed: int, index: int, limits: Limits) -> Problem:
     also = rng.choice(_looked_at(case, entry))
     seed = rng.randrange(2**31)
     call = dataclasses.replace(call, copies=rng.choice(list(Copies)))
-    return Problem(case, _planned_call(rng, case, call), also, seed)
+    call = _planned_call(rng, case, call)
+    if call.entry is not Entry.SINGLE and also in _WITH_BOUNDS and _may_be_bounded(case, call):
+        call = dataclasses.replace(call, bounds=rng.random() < 0.3)
+    return Problem(case, call, also, seed)
 
 
 def _planned_call(rng: random.Random, case: Case, call: Call) -> Call:
@@ -248,6 +256,16 @@ def _planned_call(rng: random.Random, case: Case, call: Call) -> Call:
         long_mask=long_mask and case.has_custom_mask,
         skip_factor=1e-8 if skips else 0.0,  # what it leaves out is nothing beside the rest
     )
+
+
+# What is looked at without a plan of other lengths or masks.
+_WITH_BOUNDS = (Also.NOTHING, Also.REPEAT, Also.SPOILT)
+
+
+def _may_be_bounded(case: Case, call: Call) -> bool:
+    """Whether plan() takes upper bounds of the keys."""
+    fixed = case.fixed_split_size is not None and not case.disable_split_kv
+    return not (case.has_custom_mask or call.hints or (fixed and case.window_left >= 0))
 
 
 def _may_skip(case: Case) -> bool:

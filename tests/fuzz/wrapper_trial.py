@@ -23,7 +23,7 @@ from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import Expected, reference
 
 from . import guarded, refusals
-from .altered_inputs import lone, spoil, surrounded
+from .altered_inputs import lone, spoil, surrounded, with_bounds
 from .guarded import Guarded, Padding, Untouched
 from .outputs import GivenOutputs, Result
 from .problems import Also, Call, Entry, Problem, Scratch
@@ -155,7 +155,8 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
             name: None if mask is None else torch.cat([mask, mask.new_ones(9)]).view(1, -1, 1)
             for name, mask in masks.items()
         }
-    return dataclasses.replace(given, **masks)
+    given = dataclasses.replace(given, **masks)
+    return with_bounds(given) if call.bounds and inputs.case.paged else given
 
 
 # --- one problem in one wrapper -------------------------------------------------
@@ -188,6 +189,9 @@ class Trial:
         overrides = self._plan_overrides()
         if self.problem.call.hints:
             overrides |= wrapper_options.hints(self.inputs)
+        if self.problem.call.bounds:
+            lens = torch.tensor(self.inputs.case.kv_lens, dtype=torch.int32, device=device)
+            overrides |= {"seq_lens": lens, "lengths_are_upper_bounds": True}
         runner.plan(self.wrapper, self.given, **overrides)
 
     def _wrapper(self, buffer: torch.Tensor):

@@ -248,10 +248,10 @@ def _bound_to(context: _Context, *given: Any) -> list[tuple]:
         q, outputs, options = run.q, run.outputs, request.options
         with of_side(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
-            strides, v_offset = _tensors.bind(q, run.kv, outputs, request)
             if isinstance(run.memory, tuple):
                 heads = PerHead(*run.memory)
                 _tensors.check_per_head(heads, options, request.device, request.q_given)
+            strides, v_offset = _tensors.bind(q, run.kv, outputs, request)
         out_shape = (q.shape[0], options.num_qo_heads, options.head_dim_vo)
         out_dtype = check.TORCH_DTYPES[options.o_dtype]
         make_out = torch.empty_like
