@@ -139,6 +139,12 @@ void Launch::check_addresses(int index, const RunArguments& arguments) const {
   if (segment.lse != nullptr && is_freed(segment.lse, device)) {
     refuse_address({side, "lse"}, segment.lse, device);
   }
+  for (const HeadTensor& tensor : kHeadTensors) {
+    const float* address = segment.extras.*tensor.address;
+    if (address != nullptr && is_freed(address, device)) {
+      refuse_address({side, tensor.name}, address, device);
+    }
+  }
 }
 
 void Launch::check_inputs(int index, const RunArguments& arguments) const {
@@ -165,11 +171,14 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
   // All of it, even if this plan uses less: the next plan may use the rest.
   const MemorySpan scratch = span_of_bytes(arguments.float_workspace_bytes);
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
+  const MemorySpan kv_lens = span_of_bytes(plan_->segments()[other_index].batch->num_requests() *
+                                           std::int64_t{sizeof(std::int32_t)});
   const Placed read[] = {
       {{side, "k"}, other.k, spans.k},
       {{side, "v"}, other.v, spans.v},
       {{"", "float_workspace_buffer"}, arguments.float_workspace, scratch},
       {{"", "int_workspace_buffer"}, place_->memory(), work_list},
+      {{side, "seq_lens"}, other.extras.kv_lens, kv_lens},
   };
   const Placed q{{side, "q"}, other.q, spans.q};
   const Placed others_out{{side, "out"}, other.o, spans.o};

@@ -89,6 +89,7 @@ void check_scalars(const SegmentProblem& problem) {
   if (problem.split.fixed_split_size > 0 && !problem.split.disable && problem.must_not_split()) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
            ": keys are not split under a window (window_left = ", problem.window_left,
+           ") or chunks (", problem.chunk_size,
            ") of lengths that only the device knows; use disable_split_kv");
   }
   if (problem.graph_max_rows < 0) {

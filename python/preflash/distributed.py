@@ -53,12 +53,16 @@ def join_chunks(
     world = dist.get_world_size(group)
     seq_lens = seq_lens or [x.shape[0] * world]
     sizes = [_own_sizes(seq_lens, world, rank) for rank in range(world)]
+    own = sum(sizes[dist.get_rank(group)])
+    if x.shape[0] != own:
+        raise ValueError(f"x has {x.shape[0]} tokens; this rank has {own} of seq_lens={seq_lens}")
     most = max(map(sum, sizes))  # of every rank alike
     sent = x.contiguous()
-    if x.shape[0] < most:
-        sent = x.new_empty(most, *x.shape[1:])
-        sent[: x.shape[0]] = x
-    parts = x.new_empty(world, *sent.shape)
+    if own < most:
+        sent = torch.cat((sent, sent.new_zeros(most - own, *x.shape[1:])))
+    if sent.dtype.itemsize == 1:  # gloo has no type for 8-bit floats
+        sent = sent.view(torch.uint8)
+    parts = sent.new_empty(world, *sent.shape)
     if x.is_cuda:
         dist.all_gather_into_tensor(parts, sent, group=group)
     else:  # gloo
@@ -68,7 +72,7 @@ def join_chunks(
     for i in range(0, 2 * len(seq_lens), 2):
         in_order += [of_rank[i] for of_rank in chunks]
         in_order += [of_rank[i + 1] for of_rank in reversed(chunks)]
-    return torch.cat(in_order)
+    return torch.cat(in_order).view(x.dtype)
 
 
 def context_parallel_prefill(

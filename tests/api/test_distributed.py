@@ -58,6 +58,14 @@ def ranks_of(rank, world, port, device_type, dtype, cases, tolerance):
             torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
         with pytest.raises(ValueError, match=r"must be a multiple of .*or give seq_lens"):
             own_chunks(torch.zeros(2 * world + 1))
+        eight = torch.arange(16, dtype=torch.uint8, device=device)[:, None].view(
+            torch.float8_e4m3fn
+        )
+        back = join_chunks(own_chunks(eight, seq_lens=[11, 5]), seq_lens=[11, 5])
+        assert torch.equal(back.view(torch.uint8), eight.view(torch.uint8))
+        if world > 1:
+            with pytest.raises(ValueError, match=r"x has .* tokens; this rank has"):
+                join_chunks(own_chunks(eight, seq_lens=[16]), seq_lens=[16 - 2 * world])
         with pytest.raises(TypeError, match=r"v is torch\.float64"):
             context_parallel_prefill(own[0], own[1], own[2].double(), **spread)
         # Every rank's call is refused, and leaves nothing behind that the next one waits for.

@@ -204,7 +204,8 @@ def _block_table(
     largest = None
     if exact and (table.is_cpu or debugging()):
         largest = _largest_of(_owned(table, batch))
-    return PageList(table, read.as_strided((max(rows - 1, 0) * stride + width,), (1,)), largest)
+    extent = (rows - 1) * stride + width if rows > 0 else 0
+    return PageList(table, read.as_strided((extent,), (1,)), largest)
 
 
 def _owned(table: torch.Tensor, batch: _core.Batch) -> torch.Tensor:
@@ -346,6 +347,10 @@ def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.devic
     shape = (batch.num_requests, -(-batch.max_kv_len // batch.page_size))
     table = check.page_table("block_tables", block_tables, shape, device)
     if not (table.is_cpu and pages.given.is_cpu) and not debugging():
+        return
+    if pages.given.dim() == 2:
+        if not torch.equal(_owned(table, batch).cpu(), _owned(pages.given, batch).cpu()):
+            raise ValueError("block_tables differs from the block table in paged_kv_indices")
         return
     table = table.cpu().contiguous()
     indices = pages.given.cpu()

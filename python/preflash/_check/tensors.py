@@ -73,6 +73,11 @@ def check_q(q: Any, request: Request) -> tuple[int, int]:
 def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> None:
     """Raises ValueError unless q has batch_size * q_len_per_req rows, as a decode batch wants."""
     rows = batch_size * q_len_per_req
+    if q.dim() == 4:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; must be [{rows}, num_qo_heads, head_dim], as a decode "
+            "batch is planned: pass q.flatten(0, 1)"
+        )
     if q.dim() > 0 and q.shape[0] != rows:
         raise ValueError(
             f"q has {q.shape[0]} rows; a decode batch of {batch_size} requests with q_len_per_req="

@@ -62,6 +62,13 @@ class Requested(NamedTuple):
         return f"{self.name!r}{self.override}"
 
 
+def from_environment(name: str) -> str:
+    """Returns how to get rid of a backend that the environment names, for the end of an error."""
+    if os.environ.get(OVERRIDE) != name:
+        return ""
+    return f" ({OVERRIDE}={name} is in the environment: unset it)"
+
+
 def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     """The `backend` argument, unless the environment overrides it: serving engines write backend
     names into their code, where their users cannot reach them.

@@ -66,6 +66,8 @@ def check_mask(
         return None
     check.custom_mask(name, given)
     mask = check.tensor(name, given)
+    if name == "packed_custom_mask" and mask.dtype == torch.bool:
+        raise TypeError("packed_custom_mask is torch.bool: pass a dense mask as custom_mask=")
     if mask.dtype not in dtypes:
         raise TypeError(f"{name} is {mask.dtype}; must be {wanted}")
     if mask.numel() < count:
@@ -77,8 +79,8 @@ def check_mask(
         raise ValueError(
             f"packed_custom_mask has {mask.numel()} elements, as many as a dense mask of these "
             f"requests, and {count} of them would be read as bits: pass a dense mask as "
-            "custom_mask=, or pack it first: packbits(mask.flatten(), bitorder='little') of one "
-            "request, segment_packbits of a batch"
+            "custom_mask=, or pack it first, with bitorder='little': packbits(mask.flatten(), ...) "
+            "of one request, segment_packbits(mask.flatten(), mask_indptr, ...)[0] of a batch"
         )
     return mask.reshape(-1)[:count].contiguous()
 

@@ -60,7 +60,7 @@ class KernelBackend:
             asked = self._traits.one_architecture and device.type == "cuda"
             if asked and (missing := _core.find_error(self._family, options)) is not None:
                 raise NotImplementedError(f"backend={self.name!r}: {missing}")
-            raise ValueError(refusal)
+            raise ValueError(refusal + backends.from_environment(self.name))
         return _core.plan(
             self._family, ordinal_of(device), options, batch, float_bytes, graph_rows,
             graph_mask_bytes,
@@ -80,7 +80,7 @@ class KernelBackend:
         """plan() for one launch of several segments."""
         refusal = self.refusal(device)
         if refusal is not None:
-            raise ValueError(refusal)
+            raise ValueError(refusal + backends.from_environment(self.name))
         return _core.Plan.of_segments(self._family, ordinal_of(device), segments, float_bytes)
 
     def __repr__(self) -> str:

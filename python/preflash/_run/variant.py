@@ -90,13 +90,16 @@ class PlannedVariant:
         self.page_indices = page_indices = []
         masks, lens, largest_pages, alike = [], [], [], []
         held = []  # what the plan leaves in tensors that callers hold, too
-        for options, _, (batch, pages), kv_layout, mask, graph_rows, _, _, kv_lens in requests:
+        for options, _, (
+            batch,
+            pages,
+        ), kv_layout, mask, graph_rows, _, q_given, kv_lens in requests:
             masks.append(mask)
             lens.append(kv_lens)
             if kv_lens is not None:
                 buffers.append(Buffer(kv_lens))
                 held.append(("seq_lens", kv_lens, kv_lens.nbytes))
-            alike.append((options, kv_layout, batch.page_size))
+            alike.append((options, kv_layout, batch.page_size, q_given))
             address, largest_page = 0, None
             if pages is not None:
                 _, indices, largest_page = pages

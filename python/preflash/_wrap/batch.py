@@ -124,9 +124,11 @@ class BatchPrefillWrapper(EngineAttributes):
         given = batch_options(a)
         options = given.options
         kv_layout = self._kv_layout
-        if self._in_elements and to_tokens(a, options, self.device):
-            kv_layout = "HND"
         graph = self._graph
+        if self._in_elements:
+            buffers = {} if graph is None else graph.filled_by_plan()
+            if to_tokens(a, options, self.device, buffers):
+                kv_layout = "HND"
         workspace = self._state.workspace
         device = workspace.device_stream.device
         lengths = _lengths.batch_lengths(

@@ -159,6 +159,10 @@ class GraphMode:
         """The most that the packed mask of any plan has."""
         return 0 if self.buffers.mask is None else self.buffers.mask.numel()
 
+    def filled_by_plan(self) -> dict[str, torch.Tensor]:
+        """The buffers of both indptr, by the names of plan()'s arguments."""
+        return {"qo_indptr": self.buffers.qo_indptr, "kv_indptr": self.buffers.kv_indptr}
+
     # What plan() asks before anything changes.
 
     def check_may_plan(self) -> None:

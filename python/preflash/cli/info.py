@@ -79,7 +79,9 @@ def _text(facts: dict) -> str:
         f"CPU       {_unless(cpu['refusal'], on_cpu)}",
     ]
     for name, value in facts["environment"].items():
-        lines.append(f"{name}={value} in the environment")
+        wrong = name == backends.OVERRIDE and value not in backends.NAMES
+        why = f": every call raises, it must be one of {', '.join(backends.NAMES)}" if wrong else ""
+        lines.append(f"{name}={value} in the environment{why}")
     if facts["gpus"]:
         lines += ["", str(_gpu_table(facts["gpus"]))]
     lines += ["", "backend='auto' with bfloat16, head_dim 128, causal:"]

@@ -495,7 +495,7 @@ SINGLE = [
     Mistake(
         "packed_dense",
         put("packed_custom_mask", torch.ones(9, 30).byte()),
-        r"as many as a dense mask .*custom_mask=.*packbits\(mask.flatten\(\)",
+        r"as many as a dense mask .*custom_mask=.*bitorder='little': packbits\(mask.flatten\(\)",
     ),
     Mistake("rope_scale_alone", put("rope_scale", 2.0), "rope_scale"),
     Mistake("rope_theta_zero", put("rope_theta", 0), "rope_theta"),

@@ -100,6 +100,25 @@ def test_cuda_graph_buffers_hold_tokens(target, case):
 
 
 @BOTH
+def test_cuda_graph_buffers_hold_no_elements(target, case):
+    """plan() fills them with tokens, so that a second plan() would read other offsets."""
+    inputs = build(case, device=target.device)
+    names = ["qo_indptr", "paged_kv_indptr" if case.paged else "kv_indptr"]
+    names += ["paged_kv_indices", "paged_kv_last_page_len"] * case.paged
+    positional, options = in_elements(inputs)
+    buffers = {
+        f"{name}_buf": given.to(target.device).clone()
+        for name, given in zip(names, positional, strict=False)
+    }
+    kind = type(runner.make_wrapper(case, backend="cudnn", device=target.device))
+    wrapper = kind(
+        runner.workspace(target.device), "NHD", backend="cudnn", use_cuda_graph=True, **buffers
+    )
+    with pytest.raises(ValueError, match="qo_indptr counts elements and is qo_indptr_buf"):
+        wrapper.plan(buffers["qo_indptr_buf"], *positional[1:], **options)
+
+
+@BOTH
 def test_the_environment_overrides_the_kernel_and_not_the_forms(monkeypatch, case):
     monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
     inputs = build(case)

@@ -107,6 +107,32 @@ def test_decode_and_upper_bounds(target):
     runner.compare(inputs, *result).check()
 
 
+def test_block_tables_twice(target, monkeypatch):
+    """block_tables may repeat the table; another one is refused where it may be read."""
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    later = build(CASE, device=target.device)
+    later.kv_indptr = later.kv_indptr + 5
+    table = table_of(build(CASE, device=target.device), target.device)
+    wide = torch.cat([table, table], 1)
+    for repeated in (table, table.clone(), wide[:, : table.shape[1]], wide):
+        wrapper = runner.planned(
+            with_table(later, table), backend=target.backend, block_tables=repeated
+        )
+        runner.compare(later, *runner.run(wrapper, later)).check()
+    other = table.clone()
+    other[1, 0] += 1
+    with pytest.raises(ValueError, match="block_tables differs from the block table"):
+        runner.planned(with_table(later, table), backend=target.backend, block_tables=other)
+
+
+@pytest.mark.parametrize("columns", [0, 4])
+def test_no_requests(target, columns):
+    inputs = build(dataclasses.replace(CASE, qo_lens=(), kv_lens=()), device=target.device)
+    table = torch.empty(0, columns, dtype=torch.int32, device=target.device)
+    wrapper = runner.planned(with_table(inputs, table), backend=target.backend)
+    assert wrapper.run(inputs.q, inputs.cache).shape == inputs.q.shape
+
+
 def test_graphs(target, recorder):  # noqa: F811
     inputs = build(CASE, device=target.device)
     device, ints = target.device, {"dtype": torch.int32, "device": target.device}

@@ -204,6 +204,18 @@ def test_pod(target):
         runner.compare(x, *result, expected_of(x, kv_lens)).check()
 
 
+def test_outputs_lie_apart_from_the_lengths(target):
+    inputs = build(PAGED, device=target.device)
+    memory = torch.zeros(inputs.q.shape, dtype=PAGED.dtype, device=target.device)
+    lens = memory.view(torch.int32).flatten()[64:69]
+    lens.copy_(lens_of(inputs, BOUNDS))
+    wrapper = runner.planned(
+        inputs, backend=target.backend, seq_lens=lens, lengths_are_upper_bounds=True
+    )
+    with pytest.raises(ValueError, match="out shares memory with seq_lens"):
+        wrapper.run(inputs.q, inputs.cache, out=memory)
+
+
 def test_refusals(target, monkeypatch):
     inputs = build(PAGED, device=target.device)
     lens = lens_of(inputs, BOUNDS)

@@ -232,6 +232,22 @@ def test_factors_of_heads_are_for_fp8(target, dtypes, name):
         runner.compare(inputs, *runner.run(wrapper, inputs, **{name: factors})).check()
 
 
+def test_factors_are_checked_for_the_queries_of_each_plan(target):
+    """Queries of e5m2 become float16: the two plans differ in nothing else."""
+    inputs = build(with_dtypes(RAGGED, (HALF, torch.float8_e5m2, None)), device=target.device)
+    wrapper = runner.make_wrapper(inputs.case, backend=target.backend, device=target.device)
+    factors = torch.full((4,), 0.5, device=target.device)
+    for q_dtype in (HALF, torch.float8_e5m2, HALF):
+        runner.plan(wrapper, inputs, q_data_type=q_dtype, o_data_type=HALF)
+        q = inputs.q.to(q_dtype)
+        if q_dtype is HALF:
+            with pytest.raises(ValueError, match="scale_q: only an fp8 tensor"):
+                wrapper.run(q, inputs.k, inputs.v, scale_q=factors)
+        else:
+            given = wrapper.run(q, inputs.k, inputs.v, scale_q=factors)
+            torch.testing.assert_close(given, wrapper.run(q, inputs.k, inputs.v, q_scale=0.5))
+
+
 def test_several_factors_in_place_of_one(target):
     inputs = build(with_dtypes(RAGGED, (E4M3, None, None)), device=target.device)
     wrapper = runner.make_wrapper(inputs.case, backend=target.backend, device=target.device)

@@ -21,7 +21,15 @@ def freed(t):
     return t
 
 
+def freed_view(t):
+    """Behind the first elements: its address is not null."""
+    t = torch.cat([t.new_zeros(1000), t])[1000:]
+    t.untyped_storage().resize_(0)
+    return t
+
+
 REFUSED = {
+    "freed view": (freed_view, ValueError, "no memory behind it"),
     "a_list": (lambda t: [t], TypeError, "must be a torch.Tensor; got list"),
     "a_number": (lambda t: 0.5, TypeError, "must be a torch.Tensor; got float"),
     "half": (torch.Tensor.half, TypeError, "torch.float16; must be torch.float32"),
