@@ -70,6 +70,12 @@ ALLOWED_SPILLS = [
     AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "bounds"}, 104, _OUTSIDE, 16),
     AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "custom"}, 168, _IN_MASK, 4),
     AllowedSpill({"family": "sm80", "head_dim": "64", "tile_class": "decode"}, 48, _OUTSIDE),
+    AllowedSpill(
+        {"family": "sm80", "head_dim": "64", "tile_class": "decode", "mask": "custom"},
+        52,
+        _IN_MASK,
+        4,
+    ),
     AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
     AllowedSpill({"family": "sm80", "head_dim": "512", "tile_class": "compact"}, 32, _OUTSIDE),
     AllowedSpill({"family": "sm80", "load": "converted"}, 1040, _IN_BRANCHES, 5),
@@ -93,7 +99,7 @@ ALLOWED_SPILLS = [
         {"family": "sm90", "head_dim": "512", "load": "converted"}, 1400, _IN_EXCHANGE, 51
     ),
     AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
-    AllowedSpill({"family": "sm90", "head_dim": "512", "mask": "custom"}, 800, _IN_EXCHANGE, 3),
+    AllowedSpill({"family": "sm90", "head_dim": "512", "mask": "custom"}, 804, _IN_EXCHANGE, 3),
     AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
 ]
 
