@@ -10,25 +10,24 @@
 
 namespace preflash {
 
-// Where all CTAs have come here, a kernel behind this one that was launched by launch_early() may
-// take what SMs are free.
+// Lets the next kernel of launch_early() start on free SMs once all CTAs have called this.
 __device__ __forceinline__ void let_next_kernel_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// From here on the kernel before this one is complete, and what it wrote is visible. NOTE: every
-// thread calls it, or what comes behind this kernel could begin before that one has ended.
+// Waits until the kernel before this one is complete and its writes are visible. NOTE: every thread
+// must call it, or the kernel after this one could begin before the kernel before has ended.
 __device__ __forceinline__ void wait_for_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Whether a kernel that waits may begin early on the current device. Code for GPUs before SM90 does
-// not wait, also where a newer GPU compiles it from PTX, and drivers before CUDA 12.3 capture no
-// such launches into graphs.
+// True if a kernel that waits may begin early on the current device. Code for GPUs before SM90 does
+// not wait, even if a newer GPU compiles it from PTX, and drivers before CUDA 12.3 capture no such
+// launches into graphs.
 inline bool can_begin_early(const void* kernel) {
   constexpr int kFirstCapability = 90;
   constexpr int kFirstDriver = 12030;
@@ -42,7 +41,7 @@ inline bool can_begin_early(const void* kernel) {
   return false;
 }
 
-// The same, asked once per device.
+// Returns can_begin_early(), queried once per device.
 template <auto kKernel>
 bool begins_early() {
   static std::atomic<std::uint64_t> known{0};  // a bit per device

@@ -1,5 +1,5 @@
-// What a kernel takes of a launch. ForwardParams and what it is made of may get fields, and have
-// them in any order, without a change to a kernel.
+// Launch parameters as kernels take them. ForwardParams and its members may get fields, in any
+// order, without a change to a kernel.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -26,7 +26,7 @@ struct Divisor {
   }
 };
 
-// What the kernels of all families read of a segment, named as in ForwardSegment.
+// Fields of a segment that the kernels of all families read, named as in ForwardSegment.
 struct KernelSegment {
   // Everybody: rows, keys, columns.
   Divisor group;  // group_size
@@ -98,7 +98,7 @@ __device__ __forceinline__ MaskBounds bounds_of(const KernelSegment& segment,
   return bounds;
 }
 
-// ForwardParams as a kernel of so many segments takes them. Segment: the family's own.
+// ForwardParams for a kernel of kSegments segments. Segment: the family's own.
 template <class Segment, int kSegments = 1>
 struct LaunchParams {
   Segment segments[kSegments];
@@ -109,7 +109,7 @@ struct LaunchParams {
   ItemRecord* records;  // ForwardParams::records
 #endif
 
-  // All but the segments.
+  // Fills all fields but the segments.
   static LaunchParams make(const ForwardParams& params) {
     LaunchParams made{};
     made.requests = params.requests;

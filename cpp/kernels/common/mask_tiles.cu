@@ -27,7 +27,7 @@ __device__ __forceinline__ int find_request(const MaskTilesParams& params, std::
   return low;
 }
 
-// What a thread has seen of its keys.
+// Bits of a thread's keys, collected over its tokens.
 struct Seen {
   std::uint32_t some = 0;     // a token sees the key
   std::uint32_t missing = 0;  // a token does not see the key

@@ -19,15 +19,15 @@
 
 namespace preflash {
 
-// What a row comes to.
+// Result of a row.
 struct RowResult {
   float factor;    // normalises O; 0 where there was no key
   PartialLse lse;  // base 2
   bool empty;      // the row has no key
 };
 
-// The row with one more logit, in base 2, whose key has no value. A row without keys keeps its
-// factor and stays empty.
+// Returns the row with one more logit, in base 2, whose key has no value. A row without keys keeps
+// its factor and stays empty.
 __device__ __forceinline__ RowResult add_logit(RowResult result, float logit) {
   if (result.empty) {
     result.lse = {.high = 0.0f, .low = logit};
@@ -43,7 +43,8 @@ __device__ __forceinline__ RowResult add_logit(RowResult result, float logit) {
   return result;
 }
 
-// Counts the segment's logit beside those of a row's keys; a maximum and a sum stay those of keys.
+// Adds the segment's keyless logit to a row. With LseForm::kMaxAndSum the LSE stays that of the
+// keys.
 template <class Segment>
 __device__ __forceinline__ void add_keyless(RowResult& result, const Segment& segment, int head) {
   PartialLse of_keys = result.lse;
@@ -51,7 +52,7 @@ __device__ __forceinline__ void add_keyless(RowResult& result, const Segment& se
   if (segment.lse.form == LseForm::kMaxAndSum) result.lse = of_keys;
 }
 
-// Writes what the tensor tells of a row that came to `lse`, at the row's own place.
+// Writes a row's LSE at `place` in the form of `tensor`: a log-sum, or a maximum and a sum.
 __device__ __forceinline__ void store_row_lse(const LseTensor& tensor, float* place,
                                               const PartialLse& lse) {
   if (tensor.form == LseForm::kLogSum) {
@@ -99,7 +100,7 @@ struct OnlineSoftmax {
     result.lse.low = log2_approx(total);
     return result;
   }
-  // What finish() leaves out, for a row that may be huge.
+  // Completes the LSE from finish() for a row that may be huge.
   __device__ __forceinline__ void finish_huge(int r, float scale_log2, PartialLse& lse) const {
     if (!is_huge(lse.high)) return;
     lse.high = fminf(fmaxf(lse.high, -FLT_MAX), FLT_MAX);  // what base 2 overflows has its order
@@ -114,7 +115,7 @@ struct OnlineSoftmax {
     return fabsf(scaled_reference) >= 0x1p24f;
   }
 
-  // What a sum counted from one reference is to be multiplied by to count from another.
+  // Returns the factor that converts a sum counted from reference `from` to one from `to`.
   __device__ static __forceinline__ float change_of_origin(float from, float to, float scale_log2) {
     return from == -INFINITY
                ? 0.0f
@@ -169,9 +170,10 @@ struct OnlineSoftmax {
     return is_huge(scaled) ? static_cast<double>(reference) * scale_log2 : scaled;
   }
 
-  // What rounding took from a huge reference's product: it tells chunks apart whose products round
-  // to one number. Beyond 2^30 it is scaled down to what 2^30 leaves, 32 at most, so that the
-  // logarithm of the sum keeps its bits beside it; two references differ by 64 and more even then.
+  // Returns the rounding error of a huge reference's product, which distinguishes chunks whose
+  // products round to one number. Beyond 2^30 it is scaled down to the error at 2^30, 32 at most,
+  // so that the logarithm of the sum keeps its bits when added; two references differ by 64 and
+  // more even then.
   __device__ static __forceinline__ float shrunk_rest(float reference, float scale_log2,
                                                       float high) {
     float shrink = 0x1p-30f * reciprocal_approx(fabsf(high) * 0x1p-60f);  // 2^30 / |high|

@@ -1,5 +1,5 @@
-// RoPE's rotations. A pair of dimensions turns by an angle that grows with position; where the
-// pairs lie and what they hold is the business of whoever loads them.
+// RoPE's rotations. A pair of dimensions turns by an angle that grows with position; the loaders
+// determine the layout and dtype of the pairs.
 //
 // Angles are fractions of a turn in fixed point: a frequency has 64 bits, and its product with a
 // position modulo 2^64 drops whole turns, which mean nothing, and no bit of the rest. So an angle
@@ -23,7 +23,7 @@ inline constexpr int kMaxRotaryPairs = 256;  // of head_dim 512
 struct RotaryFrequencies {
   std::uint64_t of_pair[kMaxRotaryPairs] = {};
 
-  // Of a row of head_dim elements: pair d is elements d and d + head_dim / 2.
+  // Returns the frequencies for head_dim elements: pair d is elements d and d + head_dim / 2.
   static RotaryFrequencies make(const RopeOptions& rope, int head_dim) {
     constexpr double kRadiansPerTurn = 6.283185307179586476925;
     RotaryFrequencies frequencies;
@@ -38,7 +38,7 @@ struct RotaryFrequencies {
   }
 };
 
-// Kept from launch to launch, since a power for each pair of dimensions takes as long as a launch.
+// Caches them across launches, since a power for each pair of dimensions takes as long as a launch.
 inline const RotaryFrequencies& rotary_frequencies(const RopeOptions& rope, int head_dim) {
   struct Kept {
     RopeOptions rope;

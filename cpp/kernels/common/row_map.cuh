@@ -18,7 +18,7 @@ __device__ __forceinline__ PackedRow unpack_row(const KernelSegment& params, int
   return packed;
 }
 
-// Where a key's row lies: a page and a place in it. Ragged tensors are one page.
+// Slot of a key's row: its page and its token in the page. Ragged tensors are one page.
 struct KeySlot {
   int page;
   int token;

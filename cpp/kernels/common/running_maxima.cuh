@@ -44,7 +44,7 @@ struct RunningMaxima {
   }
 };
 
-// Of kernels that multiply every tile.
+// Placeholder in kernels that multiply every tile.
 struct NoRunningMaxima {};
 
 }  // namespace preflash

@@ -1,5 +1,5 @@
-// Where elements of 16 bits stand in a tile in shared memory: blocks of 128 bytes of columns, each
-// with all rows of the tile, whose pieces of 16 bytes are permuted by the row.
+// Swizzled layout of a tile of 16-bit elements in shared memory: blocks of 128 bytes of columns,
+// each with all rows of the tile, whose pieces of 16 bytes are permuted by the row.
 #pragma once
 
 namespace preflash {

@@ -60,7 +60,7 @@ struct FourElements {
   std::uint32_t pair[2];
 };
 
-// An 8-bit format. A byte stands for no finite number where its bits of `special` are all ones.
+// An 8-bit format. A byte is no finite number if its bits of `special` are all ones.
 struct Fp8Format {
   int exponent_bits;
   std::uint32_t special;  // for each of four bytes
@@ -80,10 +80,10 @@ PREFLASH_HD constexpr std::uint32_t spread_bytes(std::uint32_t four, int i) {
 #endif
 }
 
-// Where there are no instructions for it. Sign, exponent and fraction move to their places in the
-// wider format, where a product with the difference of the biases also normalises what was
-// subnormal. Special values get the exponent of all ones, under which the fraction that they bring
-// says what they are.
+// Dequantises by bit operations, for targets without conversion instructions. Sign, exponent and
+// fraction move to their places in the wider format, where a product with the difference of the
+// biases also normalises what was subnormal. Special values get the exponent of all ones and keep
+// their fraction, which distinguishes them.
 template <DType kFrom, DType kTo>
 PREFLASH_HD FourElements widen_by_bits(std::uint32_t four) {
   using To = Pair<kTo>;
@@ -133,7 +133,7 @@ PREFLASH_HD FourElements widen(std::uint32_t four) {
   return widen_by_bits<kFrom, kTo>(four);
 #endif
 }
-// Eight of them.
+// Eight elements of 8 bits.
 template <DType kFrom, DType kTo>
 PREFLASH_HD uint4 widen(uint2 eight) {
   FourElements low = widen<kFrom, kTo>(eight.x);

@@ -18,9 +18,9 @@ constexpr int kCtasPerSm = 4;
 constexpr int kUnit = 8;           // elements of a thread in one head
 constexpr int kHeads = 2;          // heads of a thread in one task, in flight together
 constexpr int kTasksOfCta = 1024;  // about as many
-constexpr int kPairs = kUnit / 2;  // that turn, where an operand is rotated
+constexpr int kPairs = kUnit / 2;  // rotated pairs of a thread
 
-// How the CTAs of one operand share it. A task is a row's unit in kHeads heads.
+// Partition of one operand over its CTAs. A task is a row's unit in kHeads heads.
 struct Share {
   int units = 0;      // of a row
   int row_tasks = 0;  // units * groups of heads

@@ -1,7 +1,6 @@
-// What happens to operands in shared memory, between load and products: Q's sign where
-// sm_scale is not positive; and in kernels that convert on load, 8-bit elements are dequantised,
-// and Q and K rotated (RoPE), once for all warps and in the place of the tile where they are
-// wanted.
+// Conversion of operands in shared memory, between load and products: Q's sign changes if sm_scale
+// is not positive; in kernels that convert on load, 8-bit elements are dequantised, and Q and K
+// rotated (RoPE), once for all warps and in place.
 //
 // A thread fetches whole 16-byte chunks of a tile, and neighbours in one warp fetch the chunks of a
 // row. So each thread dequantises its own chunks and each warp rotates its own rows, after its own
@@ -31,7 +30,7 @@ struct OwnRows {
   Element* tile;
   int thread;
 
-  // Of the warp, in the first pass.
+  // First row of the warp in the first pass.
   __device__ __forceinline__ int first_row() const { return thread / 32 * kRowsOfPass; }
 
   // `row` of the first pass; those of the others are kPassElements apart.
@@ -89,7 +88,7 @@ struct RowWidening {
   }
 };
 
-// How the lanes of a warp share the rows that they rotate.
+// Lane layout of a warp that rotates rows.
 template <class Traits>
 struct RotaryLanes {
   static constexpr unsigned kUnits = Traits::kHeadQk / (2 * kLanePairs);
@@ -141,7 +140,7 @@ struct RowRotation {
       for (int i = 0; i < Rows::kRowsOfPass; i += Lanes::kRowsAtOnce) {
         Element* low_place = rows.place(row + i, pair);
         Element* high_place = rows.place(row + i, pair + half);
-        // All of them first: one latency, not one per pass.
+        // Loads all passes first: one latency, not one per pass.
         uint2 low[Rows::kPasses], high[Rows::kPasses];
         CUTE_UNROLL
         for (int pass = 0; pass < Rows::kPasses; ++pass) {
@@ -208,7 +207,7 @@ struct RowRotation {
   }
 };
 
-// Of one item; nothing, in kernels that convert nothing on load.
+// Converts one item's operands; does nothing in kernels that convert nothing on load.
 template <class Traits, bool kConverts = Traits::kConverts>
 struct OperandConversion {
   using Storage = SharedStorage<Traits>;
@@ -239,8 +238,8 @@ struct OperandConversion<Traits, true> {
   Storage& smem;
   int thread;
 
-  // Of the tile of keys that has been loaded into a stage; every thread for what it has fetched
-  // itself.
+  // Converts the K tile in a stage. Each thread dequantises the chunks, and each warp rotates the
+  // rows, that it has fetched itself.
   __device__ __forceinline__ void keys(int tile, int stage) const {
     widen<kTileN, Traits::kHeadQk>(smem.k[stage], params.kv_dtype);
     if (rotates()) {
@@ -293,8 +292,8 @@ struct OperandConversion<Traits, true> {
   }
 };
 
-// What happens to Q in shared memory, between load and the first product. Each warp changes the
-// rows that it has copied itself, so its own wait is enough before and the next barrier after.
+// Converts Q in shared memory, between load and the first product. Each warp changes the rows that
+// it has copied itself, so its own wait is enough before and the next barrier after.
 template <class Traits>
 struct QPrologue {
   using ElementQ = typename Traits::ElementQ;
@@ -312,7 +311,7 @@ struct QPrologue {
   }
 
  private:
-  // Rare: sm_scale <= 0.
+  // Applies Q's factor; rare: sm_scale <= 0.
   __device__ __forceinline__ void scale(float factor) const {
     TileCopy<Traits, ElementQ> copy(conversion.thread);
     ElementQ* own = conversion.smem.q + typename Traits::LayoutQ{}(copy.first_row, copy.column);

@@ -40,8 +40,8 @@ struct TileCopy {
       : first_row(thread / Traits::kThreadsPerRow),
         column(thread % Traits::kThreadsPerRow * kChunkElements) {}
 
-  // Where 8-bit elements lie within the place of their chunk, in bytes. Rows alternate, so two rows
-  // meet no bank twice.
+  // Byte offset of 8-bit elements within the place of their chunk. Rows alternate, so two rows have
+  // no bank conflict.
   __device__ __forceinline__ int narrow_offset() const { return first_row % 2 * kChunkElements; }
 
   // One row of 8-bit elements; as below. A copy has 8 bytes, because rows of an odd multiple of 8
@@ -120,7 +120,7 @@ struct KvLoader {
         cast_smem_ptr_to_uint(smem.k[0] + typename Traits::LayoutK{}(copy.first_row, copy.column));
   }
 
-  // A page-table read goes to the L2: find offsets early, store them late, fetch behind the next
+  // A page-table read goes to the L2: find offsets early, store them late, fetch after the next
   // barrier.
   __device__ __forceinline__ void find_offsets(int tile) {
     if (thread >= kTileN) return;

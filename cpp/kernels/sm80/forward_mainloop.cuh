@@ -6,7 +6,7 @@
 //   step t:  wait K(t) | fetch V(t' - 1), find offsets(t')  | S = Q K(t)            | store
 //   offsets(t')
 //            row maxima, wait V(t) | fetch K(t')            | softmax, O += P V(t)
-// The barrier behind each wait also tells that nobody reads the buffer which the next fetch
+// The barrier after each wait also means that no warp reads the buffer which the next fetch
 // overwrites, and that the offsets it uses have been stored. Operands that are converted on load
 // are so between wait and barrier.
 #pragma once
@@ -115,7 +115,7 @@ struct ForwardMainloop {
       float offset[Traits::kRowsPerThread];
       bool weighs = has_rows &&
                     softmax.refer(rows_of_s, rows_of_o, Softmax::params_of(params), peers, offset);
-      // Behind the maxima, because few warps then wait for one that is late with its products.
+      // After the maxima, because few warps then wait for one that is late with its products.
       wait_half_tile([&] { conversion.values(stage); });  // K(tile) has been read
       if (fetch_next) loader.fetch_k(tile + kStages, stage, fill_of(tiles, tile + kStages));
       cp_async_fence();
@@ -135,7 +135,7 @@ struct ForwardMainloop {
   }
 
  private:
-  // Whether the request has any of this warp's rows.
+  // True if the request has any of this warp's rows.
   __device__ __forceinline__ bool has_rows() const {
     return item.row_begin + thread / 32 * 16 < request.qo_len * params.group_size;
   }
@@ -144,7 +144,7 @@ struct ForwardMainloop {
     return thread / 32 / Traits::kRowWarps;
   }
 
-  // For a half tile to be here; `convert` changes this thread's part of it.
+  // Waits for a half tile; `convert` changes this thread's part of it.
   template <class Convert>
   __device__ __forceinline__ static void wait_half_tile(Convert convert) {
     cp_async_wait<2 * Traits::kStages - 2>();
@@ -200,7 +200,7 @@ struct ForwardMainloop {
     }
   }
 
-  // Of a warp with 16 keys of every kMmaColumns.
+  // Computes multiply_qk() for a warp with 16 keys of every kMmaColumns.
   __device__ __forceinline__ void multiply_16_keys(AccumulatorS& tSrS, QFragments& q,
                                                    const TileK& tile_k) const {
     CUTE_UNROLL
@@ -221,7 +221,7 @@ struct ForwardMainloop {
     }
   }
 
-  // Of a warp with 8 keys of the tile.
+  // Computes multiply_qk() for a warp with 8 keys of the tile.
   __device__ __forceinline__ void multiply_8_keys(AccumulatorS& tSrS, QFragments& q,
                                                   const TileK& tile_k) const {
     std::uint32_t k[4];

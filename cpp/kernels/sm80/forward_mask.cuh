@@ -27,13 +27,13 @@ __device__ __forceinline__ auto accumulator_places(int thread) {
   return make_tensor(mine.data(), as_rows_and_columns(mine.layout()));
 }
 
-// What a row is the row of.
+// Token and query head of a row.
 struct Query {
   int token;
   int head;
 };
 
-// Of row r of this thread's accumulators.
+// Coordinates of row r of this thread's accumulators.
 template <class Traits>
 struct RowCoordinates {
   using Places = decltype(accumulator_places<Traits, Traits::kTileN>(0));
@@ -62,7 +62,7 @@ struct RowCoordinates {
   }
 };
 
-// Of element (r, c) of this thread's scores of one tile, as rows and columns.
+// Coordinates of element (r, c) of this thread's (rows, columns) scores of one tile.
 template <class Traits>
 struct ScoreCoordinates : RowCoordinates<Traits> {
   int first_key;  // of the tile

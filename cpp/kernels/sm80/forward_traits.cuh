@@ -17,7 +17,7 @@ namespace preflash::sm80 {
 
 using namespace cute;
 
-// What a kernel takes that converts on load.
+// Segment of kernels that convert on load.
 struct ConversionSegment : KernelSegment {
   RotaryFrequencies rotary;
 };
@@ -39,9 +39,9 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Whether operands in memory may have another form than the products take.
+  // True if operands in memory may have another form than the products take.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
-  // Whether the kernel branches where a launch lacks one of its options.
+  // True if the kernel branches on options that a launch may lack.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static_assert(!kConverts || kOptionsAtRunTime);
   using Segment = std::conditional_t<kConverts, ConversionSegment, KernelSegment>;
@@ -69,7 +69,7 @@ struct ForwardTraits {
   static constexpr int kColumnWarps = kHeadVo > 256 ? 2 : 1;
   static constexpr int kRowWarps = kTile.warps / kColumnWarps;
   static constexpr int kMmaColumns = 16 * kColumnWarps;
-  // Of a tile of 16 keys each of two warps has 8.
+  // True if each of two warps has 8 keys of a tile of 16.
   static constexpr bool kNarrowKeys = kTileN < kMmaColumns;
   static constexpr int kWarpKeys = kNarrowKeys ? 8 : 16;  // side by side
   static_assert(kTileM % (16 * kRowWarps) == 0 && kTileN % (kWarpKeys * kColumnWarps) == 0 &&
@@ -100,7 +100,7 @@ struct ForwardTraits {
   // Above head_dim 256 P comes back whole.
   static constexpr int kLoopRegisters =
       (kConverts ? 96 : 79) + (kColumnWarps == 1 ? 0 : 24) + (kNarrowKeys ? 32 : 0);
-  // Beside decode items: warps without rows do nothing, so other items have the tensor core.
+  // Decode tiles of two-segment kernels: warps without rows idle and leave others the tensor core.
   static constexpr bool kIdleWarps = kSegments == 2 && kVariant.tile_class == TileClass::kDecode;
   static_assert(!kIdleWarps || (kColumnWarps == 1 && kTileM == kMmaRows));
   static constexpr int kSpareRegisters =
@@ -131,7 +131,7 @@ struct ForwardTraits {
   static_assert(kTileN % kRowsPerPass == 0 && kTileM % kRowsPerPass == 0);
 };
 
-// Whether this launch has what its kernel is compiled for: of an option alone, always.
+// True if this launch has the feature; without run-time options, a compiled feature always is on.
 template <class Traits>
 __device__ __forceinline__ bool has_soft_cap(const KernelSegment& params) {
   return Traits::kVariant.logits == Logits::kSoftCap &&
@@ -142,7 +142,7 @@ __device__ __forceinline__ bool has_head_factors(const KernelSegment& params) {
   return Traits::kConverts &&
          (params.extras.scale_q != nullptr || params.extras.scale_k != nullptr);
 }
-// Most launches need one branch to know that nothing is between the product and the mask.
+// True if scores may change between Q K^T and the mask; most launches need only this branch.
 template <class Traits>
 __device__ __forceinline__ bool changes_scores(const KernelSegment& params) {
   return !Traits::kOptionsAtRunTime || has_soft_cap<Traits>(params) ||
@@ -159,7 +159,7 @@ struct RowKeys {
   int end;
 };
 
-// What warps that share rows tell each other.
+// Row values and P that warps with shared rows exchange.
 template <class Traits, int kColumnWarps = Traits::kColumnWarps>
 struct PeerStorage {};
 template <class Traits>
@@ -181,9 +181,8 @@ struct KeyOffsets {
   alignas(16) std::int64_t v[Traits::kRowsPerPass][kPasses];
 };
 
-// RoPE's frequencies and what a lane's rotations turn by on its way through a tile, for each pair
-// of dimensions; and what the logits of a row are multiplied by, the scales of its heads' fp8
-// operands.
+// RoPE's frequencies and the steps of a lane's rotations through a tile, for each pair of
+// dimensions; and the factor of a row's logits, the scales of its heads' fp8 operands.
 template <class Traits, bool kConverts = Traits::kConverts>
 struct ConversionTables {};
 template <class Traits>
@@ -213,7 +212,7 @@ struct SharedStorage {
   [[no_unique_address]] typename ScoreBias<Traits>::Rows bias_rows;
   [[no_unique_address]] ConversionTables<Traits> conversion;
   [[no_unique_address]] PeerStorage<Traits> peers;
-  // Two: one tile's are written while a warp may still read the last one's.
+  // Two buffers: one tile's offsets are written while a warp may still read the previous tile's.
   KeyOffsets<Traits> key_offsets[2];
 };
 

@@ -10,7 +10,7 @@
 
 namespace preflash::sm80 {
 
-// How the scores of a launch become weights.
+// Softmax parameters of a launch.
 struct LazyParams {
   float scale_log2;
   float lazy_bits;  // by how many the reference may lie below the maximum
@@ -27,7 +27,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
   using Base::reference;
   using Base::sum;
 
-  // Of the item. The four lanes that share rows keep one row's maximum each.
+  // Running maxima of the item. Each of the four lanes that share rows keeps one row's maximum.
   std::conditional_t<kSparsity == Sparsity::kSkipping, RunningMaxima<1>, NoRunningMaxima>
       maxima_so_far;
   static_assert(kSparsity == Sparsity::kDense || kRowsPerThread <= 4);

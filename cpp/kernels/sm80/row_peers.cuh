@@ -2,7 +2,7 @@
 // softmax needs of whole rows, and P, whose columns are the depth of O += P V.
 //
 // A tile takes two barriers of the pair: one after the row maxima, one after P. Each barrier also
-// tells that the peer has read the other exchange of the tile before.
+// means that the peer has read the other exchange of the tile before.
 #pragma once
 
 #include "kernels/sm80/forward_traits.cuh"
@@ -56,7 +56,7 @@ struct RowPeers<Traits, 2> {
         row_warp(thread / 32 % Traits::kRowWarps),
         column_warp(thread / 32 / Traits::kRowWarps) {}
 
-  // Of the pair.
+  // True in the first warp of the pair.
   __device__ __forceinline__ bool first() const { return column_warp == 0; }
 
   // values: of each of the thread's rows, the same in a quad.

@@ -1,11 +1,11 @@
-// What a position encoding adds to scores: policies, of which ScoreBias is the variant's. The loop,
-// the loaders and the epilogue know their hooks alone.
+// Bias that a position encoding adds to scores: policies, of which ScoreBias is the variant's. The
+// loop, the loaders and the epilogue know only their hooks.
 //
 //   Rows            what shared memory holds of a tile's rows for it
 //   present()       whether this launch has it: kernels with options at run time branch
 //   note_row()      fills Rows, once for each row as Q is fetched
 //   add_to()        adds it to the scores of one tile, or all but a part that rows share
-//   count_in_lse()  gives a row's LSE what add_to() left out
+//   count_in_lse()  adds to a row's LSE what add_to() left out
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -57,7 +57,7 @@ struct AlibiBias {
   // Not kept in registers: a tile needs them only for a moment.
   struct Rows {
     float slope[Traits::kTileM];  // in units of x
-    int key_origin;               // that distances are counted from
+    int key_origin;               // distances count from here
   };
 
   __device__ static __forceinline__ bool present(const KernelSegment& params) {

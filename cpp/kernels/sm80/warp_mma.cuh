@@ -14,12 +14,12 @@
 
 namespace preflash::sm80 {
 
-inline constexpr int kChunkBytes = 16;      // what a swizzle moves and a cp.async copies
+inline constexpr int kChunkBytes = 16;      // unit of swizzles and of cp.async
 inline constexpr int kBlockRowBytes = 128;  // of one swizzled block: all banks once
 template <class Element>
 inline constexpr int kBlockColumns = kBlockRowBytes / static_cast<int>(sizeof(Element));
 
-// Which rows and 16-byte chunks the four 8x8 matrices of an ldmatrix.x4 cover.
+// Rows and 16-byte chunks that the four 8x8 matrices of an ldmatrix.x4 cover.
 enum class MatrixOrder {
   kRowsFirst,    // rows 0-7, 8-15, then the next chunk: A operands, and B through .trans
   kChunksFirst,  // chunk 0, 1, then the next 8 rows: B operands stored (n, k)

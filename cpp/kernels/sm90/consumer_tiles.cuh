@@ -1,9 +1,9 @@
 // The tiles of keys of an item as a consumer warpgroup goes through them, the last one first:
 // policies, of which TilesOf is the variant's. at(tile): the coordinates of a tile of the item.
-//   look_ahead(item)    the item comes next: what mask_first() takes, made ahead of time
+//   look_ahead(item)    the item comes next: returns the argument of mask_first()
 //   begin_step()        the tile that was looked ahead to is the step's
 //   meanwhile(item)     while the products of an item's first step run
-//   for_others(step)    the item's steps behind its first one: step(tile, work beside the products)
+//   for_others(step)    the item's other steps: step(tile, work to do while the products run)
 #pragma once
 
 #include "kernels/sm90/forward_mask.cuh"
@@ -16,7 +16,7 @@ template <class Traits>
 struct DenseTiles {
   using Mask = TileMask<Traits>;
 
-  // What an item's first step needs ahead of time.
+  // State of an item's first step, made ahead of time by look_ahead().
   struct First {
     Mask mask = {};
   };
@@ -30,7 +30,7 @@ struct DenseTiles {
 
   CUTE_DEVICE static int first(const auto& item) { return item.own.end - 1; }
   CUTE_DEVICE static bool is_last(const auto& item, int tile) { return tile == item.own.begin; }
-  // Whether an item's first step prepares the transition to the next item.
+  // True if the item's first step prepares the transition to the next item.
   CUTE_DEVICE static bool prepares_in_first_step(const auto& item) {
     return !Traits::kPreparesInLastStep || item.own.count() == 1;
   }
@@ -44,7 +44,7 @@ struct DenseTiles {
   CUTE_DEVICE static void mask_first(const auto& item, const First& ahead, auto&& scores) {
     if (item.own.needs_mask(first(item))) ahead.mask.apply(scores);
   }
-  // Whether the tile is masked.
+  // Masks the tile if the bounds cut it. Returns true if they do.
   CUTE_DEVICE static bool mask(const auto& item, int tile, const auto& at, auto&& scores) {
     const bool needed = item.own.needs_mask(tile);
     if (needed) Mask::of_bounds(at(tile)).apply(scores);
@@ -85,7 +85,7 @@ struct KeptTilesInTurn {
 
   CUTE_DEVICE int first(const auto&) const { return tile.index(); }
   CUTE_DEVICE bool is_last(const auto&, int) const { return tile.is_last(); }
-  // The next item is announced only behind an item's last tile.
+  // The next item is announced only after an item's last tile.
   CUTE_DEVICE bool prepares_in_first_step(const auto&) const { return tile.is_last(); }
   CUTE_DEVICE void for_others(const auto& item, const auto& at, const auto& step,
                               const auto& prepare) {

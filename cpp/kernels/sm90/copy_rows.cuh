@@ -1,4 +1,4 @@
-// What all cp.async loads share, with and without conversion.
+// Helpers that all cp.async loads share, with and without conversion.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -42,9 +42,9 @@ CUTE_DEVICE void copy_piece(const ItemKeys& item, int key, int bytes_left, std::
   }
 }
 
-// How a warp copies kRows rows of a tile from `first_row` on: kLanes of its lanes share a row, and
-// have kPieces pieces of it each. slots: lane i has those of rows i, i + 32, ... head_dim: columns
-// that exist. place(pass, piece): where this lane's piece goes.
+// Copies kRows rows of a tile by one warp, from `first_row` on: kLanes lanes share a row and copy
+// kPieces pieces of it each. slots: lane i has those of rows i, i + 32, ... head_dim: columns that
+// exist. place(pass, piece): target of this lane's piece.
 template <class Traits, int kRows, int kRowBytes, int kLanes, bool kOnce = false>
 struct RowCopies {
   static constexpr int kRowsAtOnce = 32 / kLanes;

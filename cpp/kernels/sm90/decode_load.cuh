@@ -1,5 +1,5 @@
-// How a warp of a decode kernel walks and loads its slices of keys: by cp.async, some slices ahead,
-// into a ring that no other warp reads.
+// Loads of a decode warp: it walks its slices of keys and loads them by cp.async, some slices
+// ahead, into a ring that no other warp reads.
 #pragma once
 
 #include <cutlass/arch/arch.h>
@@ -26,8 +26,8 @@ CUTE_DEVICE ItemState read_decode_item(const Params& params, int index) {
   return state;
 }
 
-// Where a byte of a slice stands. 8 lanes take every bank once: of K, 4 pieces of 16 bytes in 2
-// neighbouring rows, of V, 2 pieces (or half ones) in every other of 8 rows.
+// Byte offsets of pieces in a slice. 8 lanes access every bank once: of K, 4 pieces of 16 bytes in
+// 2 neighbouring rows, of V, 2 pieces (or half ones) in every other of 8 rows.
 template <int kRowBytes>
 struct SlicePlaces {
   static constexpr int kPieces = kRowBytes / 16;
@@ -49,9 +49,9 @@ struct SliceLoader {
   using Params = LaunchParams<HopperSegment>;
 
   const Params& params;
-  // Of the warp: [stage, slice]. NOTE: with a uniform register in the address ptxas 13.0 encodes a
-  // copy with a cache policy wrongly (illegal instruction). So 0 is added, as each lane's own
-  // number.
+  // The warp's ring, [stage, slice]. NOTE: with a uniform register in the address ptxas 13.0
+  // encodes a copy with a cache policy wrongly (illegal instruction). So 0 is added, as each lane's
+  // own number.
   std::uint32_t ring;
   int warp;
   int index;  // of the item after the one at hand
@@ -60,7 +60,7 @@ struct SliceLoader {
   int slice = -1;  // to be requested next
   int first = 0;   // of the item
   int stage = 0;
-  bool any = true;    // whether there is such a slice
+  bool any = true;    // such a slice exists
   KeySlot slot = {};  // of row lane_id() of it
 
   CUTE_DEVICE SliceLoader(const Params& params, unsigned char* ring, int warp, int begin, int end)

@@ -49,11 +49,11 @@ struct DecodeTraits {
   static constexpr int kSliceBytesK = kTileN * kHeadQk * kStoredBytes;
   static constexpr int kSliceBytes = kSliceBytesK + kTileN * kHeadVo * kStoredBytes;
 
-  static constexpr int kMergedRows = kWarpRows / 2;  // whose parts are added up at a time
+  static constexpr int kMergedRows = kWarpRows / 2;  // rows whose parts are added up at a time
   static constexpr int kMergedStride = kHeadVo + 4;  // floats: no bank conflicts between rows
 };
 
-// What a warp's keys give for a row: the softmax's reference, and the sum relative to it.
+// Softmax state of a row over one warp's keys: the reference, and the sum relative to it.
 struct RowState {
   float reference;
   float sum;

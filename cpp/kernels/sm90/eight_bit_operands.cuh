@@ -26,9 +26,9 @@ struct EightBitOperands : WholeOperands<Traits> {
 
   static constexpr int kTilesAtOnce = 8;
 
-  // Of the sums; from prepare_o() on, what brings them to the item's last references.
+  // References of the sums; from prepare_o() on, the sums' factors to the item's last references.
   float reference[2];
-  // That the accumulators hold, counted so that an item's first tile moves by itself.
+  // Tiles in the accumulators; starts so that an item's first tile goes to the sums on its own.
   int tiles = kTilesAtOnce - 1;
   bool has_sums = false;
 

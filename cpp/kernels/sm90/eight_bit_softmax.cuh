@@ -26,10 +26,10 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   // that neither it nor O overflows.
   static constexpr float kMaxSumExponent = 30;
 
-  // Of this thread's scores since O was added up.
+  // Maxima of this thread's scores since O was added to its sums.
   float largest[kRows] = {-INFINITY, -INFINITY};
-  bool moved = false;   // whether a reference of the warp did, for the present tile
-  float factor[kRows];  // what that makes of O, where moved
+  bool moved = false;   // a reference of the warp moved for the present tile
+  float factor[kRows];  // rescales O, if moved
 
   CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
     *this = {};
@@ -89,12 +89,12 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   }
 
  private:
-  // With row maxima as output references are those.
+  // True if row maxima are output: the references must then be the maxima.
   CUTE_DEVICE static bool returns_maxima(const auto& segment) {
     return segment.max_sum <= max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3);
   }
-  // What becomes of sums when a reference does. No branch, unlike change_of_reference(): from a
-  // row without keys the product is -inf, and what it has summed up is 0.
+  // Returns the factor that rescales sums to reference `next`. No branch, unlike
+  // change_of_reference(): for a row without keys the product is -inf, and its sum is 0.
   CUTE_DEVICE float change_to(int r, float next, const auto& segment) const {
     const float scale_log2 = segment.logits.scale_log2;
     const float bits = __fmul_rn(reference[r], scale_log2) - __fmul_rn(next, scale_log2);

@@ -9,7 +9,7 @@
 
 namespace preflash::sm90 {
 
-// How the lanes of a warp share the rows of a tile or slice of K that they rotate.
+// Lane layout of a warp that rotates rows of a tile or slice of K.
 template <class Traits>
 struct RotaryLanes {
   static constexpr int kPerRow =
@@ -17,7 +17,7 @@ struct RotaryLanes {
   static constexpr int kRowsAtOnce = 32 / kPerRow;
 };
 
-// All threads of the CTA write the tables; whoever reads them waits for the CTA first.
+// Fills the tables with all threads of the CTA; readers must wait for the CTA first.
 template <class Traits>
 CUTE_DEVICE void fill_rotary_tables(const RotaryFrequencies& frequencies,
                                     SharedStorage<Traits>& smem) {

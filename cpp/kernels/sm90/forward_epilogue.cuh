@@ -15,8 +15,8 @@
 
 namespace preflash::sm90 {
 
-// Where a row of an item is written, from this CTA's first column on: to o, or to the item's
-// partials. Null if the row does not exist, and lse where another CTA makes the first column.
+// Output addresses of a row of an item, from this CTA's first column on: in o, or in the item's
+// partials. Null if the row does not exist; lse also if another CTA computes the first column.
 struct RowTarget {
   void* o = nullptr;    // Element, or float of a partial
   void* lse = nullptr;  // float, or PartialLse
@@ -60,7 +60,7 @@ struct ForwardEpilogue {
     return target;
   }
 
-  // What the epilogue computes before O is complete.
+  // Values that the epilogue computes before O is complete.
   struct Prepared {
     float factor[2];  // for this thread's two rows of O
     bool empty[2];    // the row kept no key
@@ -114,7 +114,7 @@ struct ForwardEpilogue {
     }
   }
 
-  // Four neighbouring columns of a row whose target is `row`.
+  // Stores four neighbouring columns of a row whose target is `row`.
   CUTE_DEVICE void store_four(void* row, int column, const float4& x) const {
     const FourFloats four{{{x.x, x.y}, {x.z, x.w}}};
     if (!is_final()) {

@@ -42,7 +42,7 @@ const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
     HopperSegment& segment = hopper.segments[s];
     segment.box = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
     gather |= segment.box.kv_rows == 0;
-    // What is rotated does not arrive by TMA, nor do stored rows that TMA refuses.
+    // Rotated operands are gathered, and so are stored rows that TMA refuses.
     if constexpr (Traits::kConverts) gather |= !only_widens<Traits>(segment);
   }
   for (int s = 0; s < Traits::kSegments; ++s) {

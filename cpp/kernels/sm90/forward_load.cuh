@@ -23,7 +23,7 @@ CUTE_DEVICE void announce_all(auto&& announcer) {
   }
 }
 
-// What a loading warp announces: nothing, where another warp does ...
+// Announcements by a loading warp: none, if another warp makes them ...
 struct AnnouncesNothing {
   static constexpr bool kRunsAhead = false;
 
@@ -31,15 +31,14 @@ struct AnnouncesNothing {
   CUTE_DEVICE void announce_tile() const {}
 };
 
-// ... or everything, where all warps load. The leader announces an item while the item before is
-// still to be loaded. With a custom mask it announces an item behind the loads of the item before,
-// because all tiles of an item are announced before the next item. A tile is announced right before
-// its load.
+// ... or all, if all warps load. The leader announces an item while the item before is still to be
+// loaded. With a custom mask it announces an item after the loads of the item before, because all
+// tiles of an item are announced before the next item. A tile is announced right before its load.
 //
 // NOTE: a consumer waits for the announcement of its next tile while it holds buffers that the
-// leader may wait for. The announcement is there in time: a tile is published only after the next
-// tile has been announced. At an item's end the next item's first tile is announced before any of
-// its loads, and the last tiles' loads need no buffer of the last step.
+// leader may wait for. The announcement comes in time: a tile is published only after the next tile
+// has been announced. At an item's end the next item's first tile is announced before any of its
+// loads, and the last tiles' loads need no buffer of the last step.
 template <class Traits>
 struct LeaderAnnounces {
   static constexpr bool kRunsAhead = !Traits::kHasMaskBits;
@@ -55,8 +54,8 @@ struct LeaderAnnounces {
   }
 };
 
-// How a loading warp goes through a CTA's items. A loader's load_item() calls its third argument,
-// which loads Q, once the first tile (of K) has been requested.
+// Loads a CTA's items by one warp. A loader's load_item() calls its third argument, which loads Q,
+// once the first tile (of K) has been requested.
 template <class Traits, class Announces, class Loader, class LoadQ>
 CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, Loader&& loader,
                             const LoadQ& load_q) {
@@ -74,7 +73,7 @@ CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, 
   if constexpr (requires { loader.drain(); }) loader.drain();
 }
 
-// What tiles and slices are loaded to: where the products read them, or raw ones.
+// Load targets: the tiles and slices that the products read, or raw ones that are converted.
 template <class Traits, Operand kOperand>
 using LoadedTile =
     conditional_t<Traits::kConverts, RawTile<Traits, kOperand>, TileWriter<Traits, kOperand>>;

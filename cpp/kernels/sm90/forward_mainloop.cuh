@@ -87,7 +87,7 @@ struct ForwardMainloop {
     CUTE_DEVICE bool any() const { return own.count() > 0; }
   };
 
-  // What the step from an item to the next needs. An earlier step prepares it while products run:
+  // State for the step from an item to the next. An earlier step prepares it while products run:
   // the item's last step, which is a copy of the loop's body, or, in kernels where that copy costs
   // more than it gains, its first step.
   struct Transition {
@@ -117,10 +117,10 @@ struct ForwardMainloop {
     if (skipped.this_tile()) {
       scores_without_pv(tSrQ, item, tile, meanwhile);
     } else {
-      operands.begin_products();  // K(t) is there, and it is this warpgroup's turn
+      operands.begin_products();  // K(t) has arrived, and it is this warpgroup's turn
       operands.issue_qk(tSrQ);
       scores.bias.issue(smem, operands.tSrS);
-      operands.issue_pv();  // V(t - 1) is there
+      operands.issue_pv();  // V(t - 1) has arrived
       operands.release_inbox();
       operands.end_products();
       meanwhile();
@@ -178,8 +178,8 @@ struct ForwardMainloop {
     return transition;
   }
 
-  // The step from one item to the next: S belongs to `next`, O to `last`. Its LSE and factors are
-  // computed beside the products. Returns the transition after this one.
+  // Steps from one item to the next: S belongs to `next`, O to `last`, whose LSE and factors are
+  // computed while the products run. Returns the transition after this one.
   CUTE_DEVICE Transition pass_over(const Item& last, const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) operands.skip_k();
@@ -206,7 +206,7 @@ struct ForwardMainloop {
     return next_transition;
   }
 
-  // An item's last PV product and its O, if no item comes right behind.
+  // Computes an item's last PV product and stores its O, if no item directly follows.
   CUTE_DEVICE void end(const Item& item, const Transition& transition) {
     operands.issue_pv();
     auto ready = prepare_o(item, transition);

@@ -22,7 +22,7 @@ struct HopperSegment : KernelSegment {
   SoftCap cap;        // of kernels with Traits::kCaps
 };
 
-// Of kernels that convert their operands.
+// Segment of kernels that convert their operands.
 struct ConversionSegment : HopperSegment {
   RotaryFrequencies rotary;  // all 0 without RoPE
 };
@@ -33,8 +33,8 @@ using SegmentOf = cute::conditional_t<Traits::kConverts, ConversionSegment, Hopp
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 
-// By a launch's run-time options: whether K and V are dequantised, whether nothing else is done to
-// them, and whether they arrive as raw tiles or slices.
+// Conversions that a launch's run-time options select: K and V are dequantised; K and V are
+// dequantised and K is not rotated; K and V arrive as raw tiles or slices.
 template <class Traits>
 CUTE_HOST_DEVICE bool widens(const HopperSegment& params) {
   return Traits::kWidens && size_of(params.kv_dtype) == 1;
@@ -48,7 +48,7 @@ CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
   return Traits::kConverts && (!Traits::kSliced || only_widens<Traits>(params));
 }
 
-// What a consumer warpgroup knows of a work item in a launch of so many segments.
+// A consumer warpgroup's fields of a work item in a launch of kSegments segments.
 template <int kSegments>
 struct ItemOf {
   int segment = 0;

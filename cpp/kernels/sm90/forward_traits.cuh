@@ -20,7 +20,7 @@ inline constexpr int kMaxConsumers = 4;
 inline constexpr int kMaxSharedBytes = 227 * 1024;  // of one CTA
 inline constexpr int kOtherBytes = 2048;            // barriers, items
 
-// Operands lie in shared memory as blocks of so many columns.
+// Columns of one block of an operand in shared memory.
 template <class Element>
 inline constexpr int kBlockColumns = kBlockRowBytes / sizeof(Element);
 
@@ -29,19 +29,19 @@ struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // Whether operands may lie in memory with 8 bits or before rotation: producers load and convert K
-  // and V, consumers Q.
+  // True if operands in memory may be 8-bit or not yet rotated: producers load and convert K and V,
+  // consumers Q.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
-  // Whether 8 bits are multiplied as they are stored (transpose_values.cuh).
+  // True if 8-bit operands are multiplied as stored, with V transposed (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
   static constexpr bool kHasFactors = kConverts || kTransposesV;
   static constexpr bool kChoosesOutput = kConverts || kTransposesV;
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
-  // Whether soft cap, bias and mask bits are options of the launch.
+  // True if soft cap, bias and mask bits are options of the launch.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
-  // Whether the softmax caps scores (capped_softmax.cuh). With more columns of O the tensor core is
-  // busier than the special-function unit, and scores are capped whole beside O += P V.
+  // True if the softmax caps scores (capped_softmax.cuh). With more columns of O the tensor core is
+  // busier than the special-function unit, and whole tiles are capped during O += P V.
   static constexpr bool kCapsInSoftmax = kCaps && !kOptionsAtRunTime && kVariant.head_dim_vo <= 128;
 
   static constexpr int kSegments = kVariant.segments == Segments::kTwo ? 2 : 1;
@@ -49,19 +49,19 @@ struct ForwardTraits {
   static_assert(kSegments == 1 ||
                 (!kConverts && kVariant.head_dim_vo <= 256 && kVariant.mask == Mask::kBounds));
 
-  // Whether 8 bits are dequantised to this kernel's dtype.
+  // True if 8-bit operands are dequantised to this kernel's dtype.
   static constexpr bool kWidens =
       kConverts && (kVariant.q_dtype == DType::kFloat16 ||
                     traits_of(kVariant.family).widening == Widening::kToQueries);
-  // Whether queries exceed the range of the products' dtype: a row that does not fit has a power of
-  // two of its own (load_query.cuh).
+  // True if queries may exceed the range of the products' dtype: a row that does not fit is scaled
+  // by a power of two of its own (load_query.cuh).
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
     return kConverts && kVariant.q_dtype == DType::kFloat16 && q_dtype == DType::kBFloat16;
   }
 
   using ElementQ = Element<kVariant.q_dtype>;
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
-  using ElementP = ElementQ;                     // what the softmax rounds P to
+  using ElementP = ElementQ;                     // dtype of rounded P
   using ElementO = conditional_t<kTransposesV, half_t, ElementQ>;
   // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
   static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
@@ -71,8 +71,8 @@ struct ForwardTraits {
   static constexpr int kHeadQk = kVariant.head_dim_qk;
   static constexpr int kHeadVo = kVariant.head_dim_vo;
 
-  // A warpgroup's registers hold 256 columns of O: of more, each CTA of a cluster makes a part. It
-  // makes a part of S, too: of the keys of a tile.
+  // A warpgroup's registers hold 256 columns of O. With more, each CTA of a cluster computes some
+  // of the columns of O, and S for some of the keys of a tile.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
   static constexpr int kParts = kHeadVo / kPartVo;
   static_assert(kHeadVo % kPartVo == 0 && kParts <= 2);
@@ -86,7 +86,7 @@ struct ForwardTraits {
   // they arrive in slices, through one ring.
   static constexpr bool kSliced = kParts > 1 || (kConverts && kHeadVo > 128);
   static constexpr int kSliceColumns = 128;
-  static constexpr int kSliceSlots = kParts == 1 ? 8 : kConverts ? 4 : 5;  // what there is room for
+  static constexpr int kSliceSlots = kParts == 1 ? 8 : kConverts ? 4 : 5;  // as many as fit
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
@@ -112,15 +112,15 @@ struct ForwardTraits {
   static_assert(kRowQk % kBlockColumns<ElementKv> == 0 && kRowVo % kBlockColumns<ElementKv> == 0);
   static_assert(kPartVo % kBlockColumns<ElementO> == 0);
   static_assert(kTileN % 16 == 0 && kTileN <= 256);
-  // Of a K or V tile: a box has at least 8 rows. Each lane of a warp finds one's coordinates.
+  // Most TMA boxes of a K or V tile, of 8 rows or more. Each lane finds one box's coordinates.
   static constexpr int kMaxBoxes = kTileN / 8;
 
-  // Whether a producer warp announces the full and partial tiles of a custom mask (kept_tiles.cuh).
+  // True if a producer warp announces the full and partial tiles of a custom mask (kept_tiles.cuh).
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 
-  // Whether a warpgroup skips the tiles that none of its rows touches, as a causal item's last
-  // ones. Only narrow tiles leave it such tiles, and a ring of slices lets no warpgroup run ahead.
+  // True if a warpgroup skips tiles that none of its rows touches, such as a causal item's last
+  // tiles. Only narrow tiles leave it such tiles, and a ring of slices lets no warpgroup run ahead.
   // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
   // other warpgroups need a buffer for each of those tiles: V must have that many more buffers.
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
@@ -146,12 +146,12 @@ struct ForwardTraits {
   static constexpr int kQStages =
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 
-  // Whether the transition to the next item is prepared in an item's last step, or in its first one
-  // (measured: docs/dev/experiments/fa3-main-loop.md). A custom mask allows the last one alone.
+  // True if an item's last step prepares the transition to the next item; else its first step does
+  // (measured: docs/dev/experiments/fa3-main-loop.md). A custom mask allows only the last step.
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
-  // Whether an item's first P is computed before the last item's O is stored, so that no product
-  // waits for the store. At head_dim 256 that costs more than it gains (measured: there too).
+  // True if an item's first P is computed before the previous item's O is stored, so that the store
+  // delays no product. At head_dim 256 that costs more than it gains (measured: same page).
   static constexpr bool kMakesPFirst = kPartVo <= 128;
 
   // The launch bounds divide the registers evenly; setmaxnreg moves the producers' to consumers.
@@ -180,7 +180,7 @@ struct ForwardTraits {
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
                            GMMA::Major::K, kTransposesV ? GMMA::Major::K : GMMA::Major::MN>()));
 
-  // Whether ALiBi's bias is one more step of S = Q K^T (AlibiProduct), in bfloat16 for its range.
+  // True if ALiBi's bias is one more step of S = Q K^T (AlibiProduct), in bfloat16 for its range.
   // Wider products leave time for an FMA a score; a soft cap or factors come before the bias.
   static constexpr bool kBiasByProduct =
       kVariant.position == Position::kAlibi && !kCaps && !kHasFactors && kHeadQk <= 128;
@@ -207,8 +207,8 @@ struct ForwardTraits {
       AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, StepV{}));
 };
 
-// What this CTA makes of an item: the columns of O from here on, and S of which keys of a tile, in
-// units of kTileN keys.
+// This CTA's part of an item: its index, the first of its columns of O, and its keys of a tile of
+// S, in units of kTileN keys.
 template <class Traits>
 CUTE_DEVICE int own_part() {
   return Traits::kParts == 1 ? 0 : static_cast<int>(blockIdx.x) % Traits::kParts;

@@ -14,8 +14,8 @@ template <class Traits, class WriterK = TileWriter<Traits, Operand::kK>,
 struct GatherLoader {
   static constexpr int kWarpKeys = Traits::kTileN / kWarps;
 
-  // Of rows lane_id(), lane_id() + 32, ... of the warp's share: page indices come from the L2. Of
-  // two parts of a tile some lanes have one's, and some the other's.
+  // Slots of rows lane_id(), lane_id() + 32, ... of the warp's share: page indices come from the
+  // L2. If a tile has two parts, some lanes have slots of the first part, and some of the second.
   struct RowSlots {
     int tile;
     KeySlot slot[ceil_div(kWarpKeys, 32)];
@@ -68,7 +68,7 @@ struct GatherLoader {
     }
     return rows;
   }
-  // Of a part of a tile, in units of kTileN keys.
+  // Returns the slots of one part of a tile, whose index is in units of kTileN keys.
   CUTE_DEVICE static RowSlots rows_of_part(const RowSlots& rows, int part) {
     static_assert(Traits::kParts * kWarpKeys <= 32);
     const int lane = lane_id() + part * kWarpKeys;
@@ -85,7 +85,7 @@ struct GatherLoader {
     announce(write);
   }
 
-  // What the warp has copied to `write`, which goes on to its next tile or slice.
+  // Commits the warp's copies to `write`, which advances to its next tile or slice.
   template <class Target>
   CUTE_DEVICE void announce(Target& write) {
     if constexpr (Target::kIsRaw) {

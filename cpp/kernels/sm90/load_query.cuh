@@ -1,6 +1,6 @@
-// How the 64 rows of an item's Q, which a producer loads as they are stored (load_tma.cuh), become
-// the operand of a consumer warpgroup: policies, of which QueryOf is the variant's. After arrive()
-// the products may read them.
+// Conversion of 64 rows of an item's Q, which a producer loads as stored (load_tma.cuh), to the
+// operand of a consumer warpgroup: policies, of which QueryOf is the variant's. After arrive() the
+// products may read the rows.
 #pragma once
 
 #include "kernels/sm90/forward_convert.cuh"
@@ -78,7 +78,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
   }
 
  private:
-  // Four pairs of dimensions: of RoPE, those of half a head_dim apart.
+  // Four pairs of dimensions; with RoPE, of dimensions half a head_dim apart.
   template <class Four>
   struct Unit {
     Four low;
@@ -106,7 +106,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
 #pragma unroll 1
     for (int first = lane_id() / kLanes; first < kWarpRows; first += kRowsAtOnce * kBatch) {
       const int first_row = warp_row + first;
-      // Of a row's columns in 16-bit elements, as they are stored or to be.
+      // Address of a row's column, counted in 16-bit elements, of the stored or the converted row.
       auto place = [&](int column) { return SwizzledColumn<Traits::kTileM>(q, first_row, column); };
       Unit<Stored> stored[kBatch][kTurns];
       for_each_unit(lane, [&](int turn, int, const PairColumns& columns) {
@@ -156,7 +156,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       }
     }
   }
-  // Where the columns of a unit lie beside rotated slices of K (load_converted_slices.cuh).
+  // Columns of a unit in the order of rotated slices of K (load_converted_slices.cuh).
   CUTE_DEVICE static PairColumns columns_in_slices(int unit) {
     constexpr int kHalf = Traits::kSliceColumns / 2;
     const int low = unit * kLanePairs / kHalf * 2 * kHalf + unit * kLanePairs % kHalf;

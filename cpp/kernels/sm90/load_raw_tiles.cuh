@@ -39,9 +39,9 @@ struct RawSlice : RawRing<Traits, 0, Traits::kRawSlices, std::uint8_t> {
   static constexpr int kLoaders = Traits::kRawSlices;
 };
 
-// How the lanes of a warp share its rows of a raw tile or slice of kColumns: each takes pieces of
+// Lane layout of a warp over its rows of a raw tile or slice of kColumns: each lane takes pieces of
 // 16 elements. Eight lanes read, or store, together: four pieces of row r and four of row r ^ 5.
-// Bit 2 of 5 spreads what they read over all banks, bit 0 what they store.
+// Bit 2 of 5 spreads the reads over all banks, bit 0 the stores.
 template <class Traits, int kColumns>
 struct RawRows {
   static constexpr DType kTo = Traits::kVariant.kv_dtype;

@@ -46,7 +46,7 @@ struct MaskTileReader {
       read(first - kWarpTiles);
     }
   }
-  // Whether the tile found last is full.
+  // True if the tile found last is full.
   CUTE_DEVICE bool is_whole(int tile) const {
     const int lane = (tile - first) / MaskTiles::kWordTiles;
     const std::uint32_t of_lane = __shfl_sync(0xffffffffu, word, lane);

@@ -1,11 +1,11 @@
-// What a position encoding adds to scores: policies, of which ScoreBias is the variant's.
+// Bias that a position encoding adds to scores: policies, of which ScoreBias is the variant's.
 //
 //   of()        the rows of one item, in a thread's registers
 //   issue()     has the tensor core add what differs among a thread's scores of a row, or nothing
 //   add_to()    adds that where issue() does not; add_to_first(), what else in an item's first
 //               tile, behind which issue() begins
-//   shift()     what that leaves out of a tile's scores, the same for all of a row
-//   missing()   what both leave out of all of a row's logits: the LSE's concern
+//   shift()     the rest of a tile's bias, the same for all of a thread's scores of a row
+//   missing()   what both leave out of all of a row's logits: the LSE needs it
 #pragma once
 
 #include "kernels/sm90/forward_mask.cuh"
@@ -82,7 +82,7 @@ struct AlibiBias {
     }
   }
 
-  // What is left out of a tile's scores: the bias of the thread's first column.
+  // Returns the bias that a tile's scores leave out: that of the thread's first column.
   CUTE_DEVICE RowShift shift(int tile) const {
     RowShift shift;
     CUTE_UNROLL
@@ -92,8 +92,8 @@ struct AlibiBias {
     }
     return shift;
   }
-  // What all of a row's logits lack: the bias of its last key, from the row's token, or from key 0
-  // beside a maximum.
+  // Returns the bias that all of a row's logits lack: that of its last key, from the row's token,
+  // or from key 0 if the row maximum is output.
   CUTE_DEVICE RowShift missing(const Coordinates& coordinates) const {
     RowShift shift;
     CUTE_UNROLL

@@ -1,4 +1,4 @@
-// What is done to a tile's scores between Q K^T and the mask: factors of heads, the soft cap, the
+// Operations on a tile's scores between Q K^T and the mask: factors of heads, the soft cap, the
 // bias of a position encoding.
 #pragma once
 
@@ -13,7 +13,7 @@ struct HeadFactors {
   using Coordinates = ScoreCoordinates<Traits>;
 
   float row[Coordinates::kRows];
-  bool any;  // whether a factor of the warp is not 1
+  bool any;  // a factor of the warp is not 1
 
   // of_query(r): of row r of Q.
   CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
@@ -41,7 +41,7 @@ struct HeadFactors {
   }
 };
 
-// Of one item's rows, in a thread's registers.
+// Bias and factors of one item's rows, in a thread's registers.
 template <class Traits>
 struct Scores {
   using Coordinates = ScoreCoordinates<Traits>;
@@ -68,7 +68,7 @@ struct Scores {
     }
     bias.add_to(scores);
   }
-  // Of an item's first tile.
+  // Finishes an item's first tile.
   CUTE_DEVICE void finish_first(const HopperSegment& segment, const Coordinates& coordinates,
                                 auto&& scores) const {
     if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(scores, segment.logits);

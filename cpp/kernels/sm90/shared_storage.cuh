@@ -1,4 +1,4 @@
-// What the warps of a CTA share: items, operands, barriers, and the state of their pipelines.
+// Shared memory of a CTA: items, operands, barriers, and the state of their pipelines.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -25,7 +25,7 @@ struct ItemState {
 #endif
 };
 
-// Where a loader finds an item's keys, in registers, because every tile needs it.
+// Location of an item's keys; a loader has it in registers, because every tile needs it.
 struct ItemKeys {
   int kv_begin;
   KeySpan keys;
@@ -52,7 +52,7 @@ struct Ring {
   Full full[kSlots];
   Barrier empty[kSlots];
 
-  // With so many arrivals.
+  // Initialises the barriers with their numbers of arrivals.
   CUTE_DEVICE void init(int announce, int release) {
     for (int i = 0; i < kSlots; ++i) {
       full[i].init(announce);
@@ -103,14 +103,14 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
-// Of launches with RoPE.
+// Tables of launches with RoPE.
 template <class Traits>
 struct RotaryTables {
   std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
 };
 
-// Beside raw tiles or slices (load_raw_tiles.cuh).
+// State of kernels with raw tiles or slices (load_raw_tiles.cuh).
 template <class Traits>
 struct ConversionState {
   Ring<2> ring;                       // of the raw tiles of K and of V, or of raw slices
@@ -127,12 +127,12 @@ struct ConversionStorage<Traits, true, false> {
 
   CUTE_DEVICE RotaryTables<Traits>& rotary() { return tables; }
 };
-// The state is elsewhere (SliceState): behind the raw slices it would take 1 KiB.
+// The state is elsewhere (SliceState): after the raw slices it would take 1 KiB.
 template <class Traits>
 struct ConversionStorage<Traits, true, true> {
   alignas(1024) unsigned char raw[Traits::kRawBytes];
 
-  // In place of raw slices, which launches with RoPE have not.
+  // Returns the tables, in place of raw slices, which launches with RoPE do not have.
   CUTE_DEVICE RotaryTables<Traits>& rotary() {
     static_assert(sizeof(RotaryTables<Traits>) <= Traits::kRawBytes);
     return *reinterpret_cast<RotaryTables<Traits>*>(raw);
@@ -202,7 +202,7 @@ CUTE_DEVICE void release(Barrier& empty) {
   if (lane_id() == 0) empty.arrive();
 }
 
-// NOTE: CUTLASS does not tell the compiler that its barriers and fences order memory. This does.
+// Orders memory accesses for the compiler. NOTE: CUTLASS's barriers and fences do not.
 CUTE_DEVICE void order_memory_accesses() { asm volatile("" ::: "memory"); }
 
 // Tells the compiler that all lanes hold the same value, which then stays in uniform registers.

@@ -9,7 +9,7 @@
 
 namespace preflash::sm90 {
 
-// Whether `mine` holds for any thread of the warpgroup.
+// True if `mine` holds for any thread of the warpgroup.
 CUTE_DEVICE bool any_of_warpgroup(bool mine, int warpgroup) {
   int barrier = NamedBarriers::kReserved + NamedBarriers::kWarpgroup + warpgroup;
   int any;
@@ -33,7 +33,7 @@ struct SkippedTiles {
   RunningMaxima<2> maxima;
   bool skips = false;
 
-  // Whether the tile that was looked at last is skipped.
+  // True if the tile that was looked at last is skipped.
   CUTE_DEVICE bool this_tile() const { return kSkips && skips; }
   // An item's first tile is computed.
   CUTE_DEVICE void begin(const ScoreCoordinates<Traits>& at, const auto& scores) {
@@ -50,7 +50,7 @@ struct SkippedTiles {
   }
 
  private:
-  // In this thread's rows.
+  // True if the tile has weight in one of this thread's rows.
   CUTE_DEVICE bool has_weight(const auto& scores) {
     float tile_max[2];
     SpeculativeSoftmax::maxima(scores, NoShift{}, tile_max);

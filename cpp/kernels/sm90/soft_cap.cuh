@@ -46,7 +46,7 @@ struct SoftCap {
     reference = bounded ? kReference / scale_log2 : -INFINITY;
     return nullptr;
   }
-  // Of a whole tile, in place.
+  // Caps a whole tile, in place.
   CUTE_DEVICE void apply(auto&& scores, const LogitsParams& logits) const {
     if (form == CapForm::kHardware) {
       apply_to_half<0>(scores);
@@ -55,7 +55,7 @@ struct SoftCap {
       transform_logits<Logits::kSoftCap>(scores, logits);
     }
   }
-  // The hardware's form, of the first or the second half of the columns.
+  // Caps the first or the second half of the columns, in the hardware's form.
   template <int kHalf, class Scores>
   CUTE_DEVICE void apply_to_half(Scores&& scores) const {
     constexpr int kScores = decltype(cute::size(scores))::value / 2;

@@ -27,8 +27,8 @@ CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
   }
 }
 
-// What all of a thread's scores of a row lack of their logits, in units of x. It costs nothing in
-// the loop over the scores: the origin takes it up. NoShift: they lack nothing.
+// Bias that all of a thread's scores of a row lack, in units of x. It costs nothing in the loop
+// over the scores: it is folded into the exponents' origin. NoShift: no such bias.
 struct RowShift {
   float row[2];
 
@@ -58,7 +58,7 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
-  // Whether update() masks the tile, rather than finding it masked.
+  // True if update() masks the tile; else the tile is masked before.
   static constexpr bool kMasks = false;
   // P of a row's first reference is 2 to this. e4m3's numbers lie in [2^-9, 448]: what becomes of
   // its references, eight_bit_softmax.cuh says.
@@ -87,7 +87,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     return size_of(p_dtype) == 1 ? 0x1p24f : 0x1p27f;
   }
 
-  bool settled = false;  // whether every row of the warp has a reference
+  bool settled = false;  // every row of the warp has a reference
 
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
   CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
@@ -100,7 +100,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     exponentiate(scores, shift, p, sum, segment.logits.scale_log2);
   }
 
-  // What becomes of a later tile while O is still being made.
+  // Hook for a later tile while the PV wgmma is in flight.
   CUTE_DEVICE static void before_o(auto&&, const auto&, const auto&) {}
   // O is complete, without this tile.
   CUTE_DEVICE static void after_o(auto&&) {}
@@ -182,7 +182,8 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
                  [](int, float x) { return exp2_approx(x); });
   }
 
-  // Whether a reference of the warp has moved.
+  // Raises references to the tile's row max and rescales sums and O, in rows where a lane's `moves`
+  // is set. Returns true if a reference of the warp has moved.
   CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto& out, const bool (&moves)[kRows],
                         float scale_log2) {
     using namespace cute;

@@ -8,7 +8,7 @@ namespace preflash::sm90 {
 
 enum class Operand { kK, kV };
 
-// What tiles of an operand are loaded from.
+// Source tensor of an operand's tiles.
 template <Operand kOperand>
 struct SourceOf {
   static constexpr bool kIsK = kOperand == Operand::kK;
@@ -21,7 +21,7 @@ struct SourceOf {
   }
 };
 
-// Where a producer warp stands in the ring of whole tiles of an operand.
+// Position of a producer warp in the ring of whole tiles of an operand.
 template <class Traits, Operand kOperand>
 struct TileWriter {
   using Element = typename Traits::ElementKv;
@@ -49,7 +49,7 @@ struct TileWriter {
   CUTE_DEVICE unsigned char* bytes() const { return reinterpret_cast<unsigned char*>(tile()); }
 };
 
-// Where a producer warp stands in the ring of slices (KvBuffers in shared_storage.cuh).
+// Position of a producer warp in the ring of slices (KvBuffers in shared_storage.cuh).
 template <class Traits>
 struct SliceWriter {
   using Element = typename Traits::ElementKv;

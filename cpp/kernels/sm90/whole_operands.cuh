@@ -3,7 +3,7 @@
 // (eight_bit_operands.cuh) have the same hooks:
 //
 //   begin_products(), end_products()   between them the products are issued
-//   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands are there
+//   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands have arrived
 //   wait_for_s(), wait_for_o()         the products that come before so many later ones
 //   add_up(), prepare_o(), finish_o()  where O is added up
 //   share_p(), release_inbox()         P is made; nothing reads the other CTA's P, nor staged O
@@ -33,7 +33,7 @@ struct Accumulators {
   AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
   OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16); 8 bits: (4, ...)
   AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
-  GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // what the next P V does with the old O
+  GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // of the next P V: keeps the old O, or not
   ConsumerPipelineState<Traits::kQStages> q_read = {};
 
   CUTE_DEVICE Accumulators(SharedStorage<Traits>& smem, int warpgroup, int thread)
@@ -59,7 +59,7 @@ struct Accumulators {
 
   // O is complete, but for an item's last P V.
   CUTE_DEVICE void add_up(const auto&, const auto&) { first_pv = GMMA::ScaleOut::One; }
-  // Of an item: its last references are there; all of O is.
+  // Hooks at an item's end: its last references are final; all of O is complete.
   CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
   CUTE_DEVICE static void finish_o() {}
   CUTE_DEVICE static void share_p(const auto&, const auto&, bool) {}
@@ -124,7 +124,7 @@ struct WholeOperands : Accumulators<Traits> {
     Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, stages)
     multiply_async(mma, this->tOrP, tOrV(_, _, _, v_read.index()), this->tOrO, this->first_pv);
   }
-  // kPvBehind: whether O += P V has been issued behind.
+  // kPvBehind: O += P V has been issued after S.
   template <bool kPvBehind>
   CUTE_DEVICE void wait_for_s() {
     wait_for_product<kPvBehind>(this->tSrS);

@@ -68,14 +68,14 @@ struct ItemProducer {
   CUTE_DEVICE void announce_item() {
     announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
   }
-  // Only with mask bits are tiles announced (KeptTileProducer).
+  // Tiles are announced only with mask bits (KeptTileProducer).
   CUTE_DEVICE static constexpr bool has_tile() { return false; }
   CUTE_DEVICE static constexpr void announce_tile() {}
 
   CUTE_DEVICE bool done() const { return index > end; }
 
  protected:
-  // With mask bits, kept(item, request, tiles) returns `tiles`, or none if all of them are empty.
+  // kept(item, request, tiles): with mask bits, returns `tiles`, or none if all of them are empty.
   CUTE_DEVICE void announce(auto&& kept) {
     WorkItem item;
     RequestInfo request;
@@ -118,7 +118,7 @@ struct ItemProducer {
   }
 
  private:
-  // Of the item at `index`: each CTA that shares it has its own.
+  // Index of the record of the item at `index`: each CTA that shares the item has its own record.
   CUTE_DEVICE int record() const { return index * Traits::kParts + own_part<Traits>(); }
 };
 
