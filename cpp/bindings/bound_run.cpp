@@ -21,9 +21,10 @@ constexpr std::size_t kLaunchesKept = 64;
 
 thread_local std::string last_id;
 
-// What is bound of one segment, as Python tells it. Strides are those of [token, head]; of q with
-// the number of tokens, of lse with the values of a row (LseTensor::values()). Of k and v they are
-// those of [page, token, head], with the numbers of pages and of tokens in one.
+// Strides and extents of one segment's tensors, as Python's checks return them.
+// q: strides of [token, head], then the number of tokens. k, v: strides of [page, token, head],
+// then the numbers of pages and of tokens per page. out: strides of [token, head]. lse: the same,
+// then the values per row (LseTensor::values()).
 using QNumbers = std::array<std::int64_t, 3>;
 using KvNumbers = std::array<std::int64_t, 5>;
 using OutNumbers = std::array<std::int64_t, 2>;
@@ -271,7 +272,7 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
                            .lse_scale = given.lse_scale});
   }
   launched.stream = follow_stream();
-  // One float workspace is for all segments.
+  // All segments share one float workspace.
   const RunMemory* const memory = call.segment(0).given.memory;
   const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
   last_id = plan_->id();
@@ -347,8 +348,9 @@ bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& par
     arguments.float_workspace_bytes = memory.bytes;
   };
   if (place_->plan()->float_bytes() == 0) {
-    // Outputs only must not overlap it. Its shape decides without a look at its storage, which may
-    // be smaller; the storage is looked at before the launch is refused.
+    // The plan does not use the workspace, which outputs must still not overlap. Its shape decides
+    // without a look at its storage, which may be smaller; the storage is read only before the
+    // launch is refused.
     use(reach_of(torch_, "float_workspace_buffer", partials));
     try {
       return start_now(bound, arguments);

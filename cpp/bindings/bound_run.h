@@ -19,24 +19,24 @@ namespace preflash {
 // Python functions for the rare paths of a run. Each gets the run's context first. NOTE: the
 // context must not hold the run.
 struct RunFunctions {
-  pybind11::object check;   // (arguments of run): the numbers of BoundSegment, of each segment
-  pybind11::object refuse;  // (arguments of run): raises where a gradient or trace is lost
-  pybind11::object stream;  // the address of the current one
-  pybind11::object stream_changed;  // before the first run on another stream than the last one's
+  pybind11::object check;           // (arguments of run): numbers and BoundSegment of each segment
+  pybind11::object refuse;          // (arguments of run): raises where a gradient or trace is lost
+  pybind11::object stream;          // address of the current stream
+  pybind11::object stream_changed;  // called before a run on another stream than the last run's
 };
 
-// How launches start.
+// Python hooks for the start of a launch.
 struct Starting {
   pybind11::object num_threads;  // called for every launch; None: not on the CPU
   pybind11::object launched_by;  // called with each launch, which says whether it was captured,
                                  // instead of starting it; None: started
 };
 
-// What checks found out about the tensors of one segment.
+// Results of the checks of one segment's tensors, for its launches.
 struct BoundSegment {
   std::int64_t v_offset;      // bytes, where K and V are halves of one tensor
-  pybind11::object make_out;  // of q
-  pybind11::object make_lse;
+  pybind11::object make_out;  // (q): allocates out
+  pybind11::object make_lse;  // (q): allocates lse
 };
 
 // Tensors that have passed the checks of a run, by what they look like.
@@ -46,14 +46,14 @@ struct CheckedTensors {
   std::vector<BoundSegment> segments;
 };
 
-// Those of plans with the same options and layouts: the next plan() finds them here. Each plan's
-// own lengths are compared with them.
+// Checked tensors of plans with the same options and layouts, for the next such plan() to reuse.
+// Each plan compares its own lengths with them.
 struct KnownTensors {
   Guard guard;
   std::vector<std::shared_ptr<const CheckedTensors>> checked;
 };
 
-// Any number of threads may run it at once.
+// Thread-safe: any number of threads may call run() at once.
 class BoundRun : public std::enable_shared_from_this<BoundRun> {
  public:
   // memory: the plan's own, of each segment. largest_pages: the largest page index of each; -1: not
@@ -63,19 +63,19 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
            std::shared_ptr<KnownTensors> known, std::shared_ptr<const RunFunctions> functions,
            pybind11::object context, Starting starting);
 
-  // The plan keeps something in a tensor that callers also hold, and runs look for it there.
+  // Registers a tensor that the plan uses and callers also hold. Launches check its memory.
   void hold(std::string name, const pybind11::object& tensor, std::int64_t bytes) {
     held_.hold(std::move(name), tensor,
                {.address = torch_.address_of(tensor.ptr()), .bytes = bytes});
   }
 
-  // arguments: those of GivenSegment, for each segment. Raises all that a run() raises of its
-  // tensors; returns what it returns.
+  // arguments: GivenSegment's, for each segment. Raises every error of the wrapper's run() about
+  // its tensors, and returns its results.
   pybind11::object run(PyObject* const* arguments, Py_ssize_t count);
-  // The checks of it alone.
+  // Makes the checks of run() alone.
   void check(PyObject* const* arguments, Py_ssize_t count);
 
-  // Of the plan that this thread ran last; "" before the first run.
+  // Id of the plan that this thread ran last; "" before the first run.
   static const std::string& last_variant();
 
  private:
@@ -99,7 +99,7 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   };
 
   Call checked(PyObject* const* arguments, Py_ssize_t count);
-  // Null: none yet.
+  // Null: no launch is bound to such tensors yet.
   std::shared_ptr<Bound> find_bound(const Call& call);
   std::shared_ptr<Bound> bound_to(const Call& call, PyObject* const* arguments);
   // Null: no run has checked such tensors yet.
@@ -109,7 +109,7 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   std::shared_ptr<const CheckedTensors> check_tensors(const Call& call,
                                                       PyObject* const* arguments) const;
   bool looks_like(const CheckedTensors& checked, const Call& call) const;
-  // Whether these tensors contain all tokens and pages of the plan.
+  // True if these tensors contain all tokens and pages of the plan.
   bool holds_plan(const CheckedTensors& checked) const;
   bool records(const Call& call) const;
   pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
@@ -135,8 +135,8 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   pybind11::object context_;
   Starting starting_;
   HeldMemory held_;
-  std::atomic<void*> stream_;  // of the last run
-  Guard guard_;                // of what follows
+  std::atomic<void*> stream_;  // stream of the last run
+  Guard guard_;                // guards bound_
   std::vector<std::shared_ptr<Bound>> bound_;
 };
 

@@ -32,7 +32,7 @@ pybind11::object fast_callable(PyMethodDef& definition, State state) {
 
 using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* given, Py_ssize_t count);
 
-// What is given, as C++ has it: `given[i]` cast to T.
+// Casts `given[i]` to T.
 template <class T>
 T argument(PyObject* const* given, int i) {
   return pybind11::handle(given[i]).cast<T>();

@@ -11,7 +11,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Of a tuple of so many.
+// Items of a tuple; throws pybind11's type_error unless it is a tuple of `count`.
 std::span<PyObject* const> items_of(PyObject* tuple, Py_ssize_t count) {
   if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
     refuse_arguments();
@@ -25,7 +25,7 @@ float float_of(PyObject* value) {
   return static_cast<float>(number);
 }
 
-// Of a name that is checked, or what base-2 logarithms are multiplied by.
+// Factor for base-2 logarithms. base: a name (checked elsewhere), or the factor itself.
 float lse_scale_of(PyObject* base) {
   if (!PyUnicode_Check(base)) return float_of(base);
   return PyUnicode_CompareWithASCIIString(base, "ln") == 0 ? std::numbers::ln2_v<float> : 1.0f;

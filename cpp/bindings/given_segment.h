@@ -1,4 +1,4 @@
-// What a run brings for one segment.
+// Arguments and tensors of one segment of a run.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,11 +15,11 @@ namespace preflash {
 // Throws pybind11's type_error: no run has this many arguments.
 [[noreturn]] void refuse_arguments();
 
-// Its arguments, of which all are alive while the call is.
+// Arguments of one segment. All of these objects live for the duration of the call.
 struct GivenSegment {
   // q, kv (a cache that holds both, or a pair), scales (of the logits, of the output), outputs
-  // (out or None, lse or None, return_lse, lse_base, lse_layout), and None, a RunMemory, or a tuple
-  // of tensors with a number per head, or None (kHeadTensors).
+  // (out or None, lse or None, return_lse, lse_base, lse_layout), and memory: None, a RunMemory, or
+  // a tuple of per-head tensors, None where absent (kHeadTensors).
   static constexpr int kArguments = 5;
 
   PyObject* q;
@@ -50,9 +50,9 @@ struct SeenSegment {
   // Throws what torch raises for values that are no ordinary tensors.
   SeenSegment(const Torch& torch, const GivenSegment& given);
   void see_lse(const Torch& torch, PyObject* tensor);
-  // Whether the lse has elements and no memory.
+  // True if the lse has elements but no memory.
   bool lse_is_unbacked() const;
-  // Adds the tensors with a number per head to what a run has of its memory.
+  // Adds the per-head tensors (kHeadTensors) to a run's extras.
   void add_heads(RunExtras* extras) const;
 };
 

@@ -1,5 +1,5 @@
-// What threads of Python share in C++. The interpreter's lock guards it; where the interpreter has
-// none (3.14t), a mutex does.
+// Guards C++ data that Python threads share: by the interpreter's lock, or by a mutex where the
+// interpreter has none (3.14t).
 #pragma once
 
 #include <pybind11/gil_safe_call_once.h>
@@ -21,9 +21,9 @@ struct Guard {
 };
 #endif
 
-// What `make` makes of objects of Python, once for each such call, and for as long as the process
-// lives. A static variable of its own would keep other threads waiting while the interpreter waits
-// for those.
+// Calls `make` once per call site and keeps the result, which holds Python objects, for the life of
+// the process. NOTE: a plain static variable could deadlock: other threads would wait for it while
+// the interpreter waits for them.
 template <class T, class Make>
 const T& made_once(Make&& make) {
   PYBIND11_CONSTINIT static pybind11::gil_safe_call_once_and_store<T> kept;

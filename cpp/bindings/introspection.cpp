@@ -1,4 +1,4 @@
-// What is compiled and what this machine has, for the command line, the tests and error messages.
+// Compiled kernels and this machine's devices, for the command line, the tests and error messages.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

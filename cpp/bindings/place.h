@@ -1,4 +1,4 @@
-// Where a wrapper's plan is, and who else may run it.
+// Memory of a wrapper's plan, and the CUDA graphs that may also run it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,27 +15,27 @@
 
 namespace preflash {
 
-// Memory for a work list. One plan at a time is there.
+// Memory for the work list of one plan at a time.
 class Place : public DevicePlan {
  public:
   // buffer: Python's, which owns the tensor.
   Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
         pybind11::object buffer, pybind11::object tensor, std::int64_t capacity);
 
-  // A CUDA graph has captured a run: later plans go where it looks for them.
+  // Records that a CUDA graph captured a run: later plans are written where the graph reads them.
   void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
 
-  // Whether a CUDA graph that captured the plan, or a copied wrapper, may still run it.
+  // True if a CUDA graph that captured the plan, or a copied wrapper, may still run it.
   std::atomic<bool> shared = false;
   const std::shared_ptr<const Torch> torch;
   const pybind11::object buffer, tensor;
 
-  // Of each segment; none: no graph has captured a run.
+  // Largest captured tensors of each segment; none: no graph has captured a run.
   std::optional<PerSegment<Captured>> captured() const {
     const std::lock_guard lock(guard_);
     return captured_;
   }
-  // What graphs hold the addresses of; null: no graph does.
+  // Tensors whose addresses graphs hold; null: no graph has captured a run.
   std::shared_ptr<HeldMemory> held() const {
     const std::lock_guard lock(guard_);
     return held_;
@@ -43,7 +43,7 @@ class Place : public DevicePlan {
 
  private:
   std::int64_t capacity_;
-  mutable Guard guard_;  // of what follows
+  mutable Guard guard_;  // guards captured_ and held_
   std::optional<PerSegment<Captured>> captured_;
   std::shared_ptr<HeldMemory> held_;
 };

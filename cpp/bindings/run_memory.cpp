@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-// Of a contiguous tensor, by its shape; bytes are -1 if it is not contiguous.
+// Memory of a contiguous tensor, by its shape; bytes are -1 if it is not contiguous.
 TensorMemory seen(const dlpack::Tensor& tensor) {
   std::int64_t elements = 1;
   bool contiguous = true;
@@ -34,7 +34,7 @@ TensorMemory seen(const Torch& torch, py::handle tensor) {
           .bytes = contiguous ? tensor.attr("nbytes").cast<std::int64_t>() : -1};
 }
 
-// Of a method without arguments whose result is a number.
+// Calls a method without arguments and returns its result, an integer.
 std::int64_t number_of(py::handle object, PyObject* method) {
   PyObject* const given[] = {object.ptr()};
   const auto result =
@@ -52,7 +52,7 @@ struct Names {
   PyObject* itemsize = PyUnicode_InternFromString("itemsize");
 };
 
-// From the tensor's first element to the end of its storage.
+// Bytes from the tensor's first element to the end of its storage.
 std::int64_t room_of(py::handle tensor) {
   const Names& names = made_once<Names>([] { return Names{}; });
   PyObject* const given[] = {tensor.ptr()};

@@ -1,4 +1,4 @@
-// Memory that runs use beside their own tensors. Callers hold these tensors too, and may give them
+// Memory that runs use besides their own tensors. Callers hold these tensors too, and may give them
 // other memory at any time: `tensor.data = other`, set_(), resize_() of a storage.
 #pragma once
 
@@ -16,18 +16,19 @@
 
 namespace preflash {
 
-// What is behind a tensor now: no more bytes than its storage has.
+// Current memory of a tensor.
 struct TensorMemory {
   Address address = 0;
   std::int64_t bytes = 0;
 };
 
-// Throws std::invalid_argument for a tensor that is not contiguous.
+// At most the bytes of the tensor's storage. Throws std::invalid_argument for a tensor that is not
+// contiguous.
 TensorMemory memory_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
-// By the tensor's shape alone, for memory that outputs must not overlap.
+// The same by the tensor's shape alone, for memory that outputs must not overlap.
 TensorMemory reach_of(const Torch& torch, std::string_view name, pybind11::handle tensor);
 
-// What a launch uses beside the work list and the tensors of a segment.
+// Memory that a launch uses besides the work list and the tensors of a segment.
 struct RunMemory {
   pybind11::object partials = pybind11::none();  // a tensor, or None: the plan has none
   RunExtras extras;

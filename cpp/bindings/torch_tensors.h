@@ -59,13 +59,13 @@ constexpr std::uint8_t kInt = 0;  // a DataType's code: signed integers
 
 }  // namespace dlpack
 
-// A tensor as it is now.
+// Current facts and address of a tensor.
 struct SeenTensor {
   TensorFacts facts;
   Address address = 0;
 };
 
-// What a run asks torch for, and what it tells it.
+// Access of runs to torch: to tensors, streams, and the state of autograd and jit.
 struct Torch {
   // forward_ad, increment_version: torch.autograd.forward_ad, the module, and
   // torch.autograd.graph.increment_version.
@@ -79,15 +79,15 @@ struct Torch {
   // The same for any tensor: through its methods where the protocol cannot read it. Throws what
   // these raise.
   SeenTensor see(PyObject* object) const;
-  // Whether torch is new enough for read().
+  // True if torch is new enough for read().
   bool reads() const { return exchange_ != nullptr; }
-  // Where it begins.
+  // Address of a tensor's first element.
   Address address_of(PyObject* object) const;
   // The stream that is current on a CUDA device. None where torch does not say.
   std::optional<void*> current_stream(int device) const;
-  // Whether jit traces, or autograd records these tensors, which are read or written.
+  // True if jit traces, or autograd records these tensors, which are read or written.
   bool records(std::span<PyObject* const> tensors) const;
-  // Tells autograd of a write that it did not see: an operation that saved the tensor for its
+  // Reports a write that autograd did not see: an operation that saved the tensor for its
   // gradient raises in backward().
   void tell_written(PyObject* tensor) const;
 

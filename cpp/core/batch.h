@@ -13,15 +13,16 @@
 
 namespace preflash {
 
-// What plan() was given, on the host. num_requests + 1 entries each, last_page_len num_requests.
+// Arguments of plan(), on the host. The indptr arrays have num_requests + 1 entries, last_page_len
+// has num_requests.
 struct BatchArrays {
   const std::int32_t* qo_indptr = nullptr;
   const std::int32_t* kv_indptr = nullptr;
   const std::int32_t* last_page_len = nullptr;  // null: ragged
   int num_requests = 0;
   int page_size = 0;  // 0: ragged
-  // Whether the lengths are only upper bounds: the device has the lengths, which
-  // DevicePlan::set_lengths() puts in place before a run.
+  // True if these lengths are only upper bounds: the true ones are on the device, and
+  // DevicePlan::set_lengths() puts them in place before a run.
   bool are_bounds = false;
 };
 
@@ -55,11 +56,11 @@ class Batch {
   // The page indices are a block table: request i's pages begin at i * row_stride. Throws
   // std::invalid_argument beyond int32.
   void use_block_table(std::int64_t row_stride);
-  // Where each request's pages begin in the page indices.
+  // Index of each request's first page in the page indices, [num_requests].
   std::span<const std::int32_t> page_begin() const {
     return has_block_table() ? page_begin_ : std::span(kv_indptr_).first(num_requests());
   }
-  // The entries of the page indices that requests own, and all before them.
+  // Number of page indices up to the last one that a request owns.
   std::int64_t page_entries() const;
 
   // The keys of each request are upper bounds: a run brings their numbers (RunExtras::kv_lens).
@@ -92,7 +93,7 @@ class Batch {
   std::span<const std::int32_t> page_indices() const {
     return {page_indices_.get(), static_cast<std::size_t>(num_page_indices_)};
   }
-  // Where the page indices are, if they have an upload of their own; null: inside the plan's.
+  // Pinned page indices, if they have an upload of their own; null: the plan's has them.
   PinnedArray* pinned_page_indices() const { return pinned_page_indices_; }
 
   // The first request whose length (or page list) differs from the caller's hint; -1: none does.
@@ -107,7 +108,7 @@ class Batch {
  private:
   bool has_block_table() const { return !page_begin_.empty(); }
   std::int32_t pages_of(int request) const { return kv_indptr_[request + 1] - kv_indptr_[request]; }
-  // Entries before it belong to no request.
+  // Index of the first entry that belongs to a request, at most `count`.
   std::int64_t first_used(std::int64_t count) const;
 
   std::vector<std::int32_t> qo_indptr_;

@@ -1,5 +1,5 @@
-// A place for plans on a device. Launches bind to the place, not to a plan: a new plan is written
-// into the same DevicePlan, whose addresses stay.
+// Fixed device memory for one uploaded plan. Launches bind to the DevicePlan, not to a plan: a new
+// plan is written into the same DevicePlan, whose addresses stay.
 #pragma once
 
 #include <atomic>
@@ -54,20 +54,21 @@ class Uploader {
   mutable std::mutex mutex_;
 };
 
-// Of the caller's host memory, to memory of the device.
+// Copy of the caller's host memory to device memory.
 struct HostCopy {
   void* to = nullptr;
   const void* from = nullptr;
   std::size_t bytes = 0;
 };
 
-// How a plan reaches its place.
+// Options of one DevicePlan::write().
 struct Upload {
-  // Of each segment, on the device; null: those of the batch are uploaded.
+  // Page indices of each segment, on the device; null: those of the batch are uploaded.
   PerSegment<const std::int32_t*> page_indices = {};
-  // Of each segment, packed and on the device; null: every run brings a mask, or may change it.
+  // Custom mask of each segment, packed and on the device; null: every run brings a mask, or may
+  // change it.
   PerSegment<const std::uint8_t*> mask_bits = {};
-  // What goes to the device with it; read before write() returns.
+  // Host arrays that are uploaded with the plan; read before write() returns.
   std::vector<HostCopy> copies = {};
   void* stream = nullptr;
 };
@@ -97,14 +98,15 @@ class DevicePlan {
   // Finds the full and the empty tiles of a segment's mask, for the launches that follow on the
   // stream.
   void find_mask_tiles(int segment, const RunExtras& mask, const LaunchTarget& target) const;
-  // Of a segment: whether the launch's kernel reads the tiles of its mask; those that write()
-  // found, or null.
+  // True if the kernel reads the full and empty tiles of the segment's mask.
   bool uses_mask_tiles(int segment) const {
     return plan_->layout().segments[segment].mask_tiles_begin.present();
   }
+  // Memory for these tiles; null: the kernel reads none.
   std::uint32_t* mask_tiles(int segment) const {
     return plan_->layout().segments[segment].mask_tiles.in(memory_);
   }
+  // True if write() found the tiles, of the mask that it was given.
   bool has_mask_tiles(int segment) const { return has_mask_tiles_[segment]; }
 
   // Everything of ForwardParams that no tensor decides.
@@ -115,11 +117,11 @@ class DevicePlan {
     return plan_->layout().segments[segment].merges.in(memory_);
   }
   const void* memory() const { return memory_; }
-  // Whether another place has overwritten the plan.
+  // True if another DevicePlan has overwritten the plan.
   bool overwritten() const { return claim_.lost(); }
-  // Where kernels find the page indices of a segment; null: ragged.
+  // Page indices that kernels read for a segment; null: ragged.
   const std::int32_t* page_indices(int segment) const { return page_indices_[segment]; }
-  // Whether they are the caller's, who may change them after plan().
+  // True if the page indices are the caller's, who may change them after plan().
   bool page_indices_are_callers(int segment) const { return page_indices_are_callers_[segment]; }
 
  private:

@@ -12,7 +12,7 @@
 namespace preflash {
 namespace {
 
-// A piece of one.
+// 64-byte block of the private float workspace.
 struct alignas(64) FloatWorkspace {
   std::byte bytes[64];
 };

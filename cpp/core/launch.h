@@ -20,7 +20,7 @@ struct RunTensors {
   LseTensor lse;
 };
 
-// What differs from call to call of a prepared launch, for one segment.
+// Arguments of one segment that differ from run to run of a bound launch.
 struct SegmentArguments {
   const void* q = nullptr;
   const void* k = nullptr;
@@ -67,7 +67,7 @@ class Launch {
   void bind_copies();
   void check(const RunArguments& arguments) const;
   void check_addresses(int index, const RunArguments& arguments) const;
-  // What plan() relied on and callers may have changed.
+  // Checks workspaces that plan() relied on and callers may have changed.
   void check_workspaces(const RunArguments& arguments) const;
   void check_mask(int index, const RunExtras& extras) const;
   void check_page_indices(int index) const;
@@ -75,8 +75,8 @@ class Launch {
   void check_inputs(int index, const RunArguments& arguments) const;
   // Checks what a segment writes against what both segments read and write.
   void check_outputs(int index, int other_index, const RunArguments& arguments) const;
-  // Where the kernel reads the mask's tiles: plan() found those of its own mask; for a mask that
-  // the run brings, or that may have changed, a launch finds them here.
+  // Sets the mask tiles that the kernel reads. plan() found those of its own mask; for a mask that
+  // the run brings, or that may have changed, they are found here, on the launch's stream.
   void find_mask_tiles(int index, ForwardSegment& segment, const LaunchTarget& target) const;
   // Makes the copies and points the kernel's segment at them.
   void run_prepass(const RunArguments& arguments, ForwardSegment& segment,

@@ -1,4 +1,4 @@
-// What a launch refuses: checked for every run, in nanoseconds.
+// Checks that every run makes before it launches. They take nanoseconds.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -16,15 +16,15 @@ bool is_freed(const void* address, int device) {
   return reinterpret_cast<std::uintptr_t>(address) < lowest;
 }
 
-// How errors call a tensor.
+// Name of a tensor in error messages.
 struct TensorName {
-  const char* side;  // of a launch that has two; else empty
+  const char* side;  // prefix in a launch of two segments; else empty
   const char* name;
 
   std::string text() const { return std::string(side) + name; }
 };
 
-// A launch of two is a prefill beside decode.
+// A launch of two segments runs a prefill and a decode batch.
 const char* side_of(int segment, int num_segments) {
   if (num_segments == 1) return "";
   return segment == 0 ? "prefill side's " : "decode side's ";
@@ -51,7 +51,7 @@ void check_address(const TensorName& name, const void* address, std::int64_t byt
   }
 }
 
-// A tensor with its name, and where it lies in this run.
+// A tensor with its name and its address in this run.
 struct Placed {
   TensorName name;
   const void* address;
@@ -168,7 +168,7 @@ void Launch::check_outputs(int index, int other_index, const RunArguments& argum
   const char* side = side_of(other_index, num_segments);
   const bool same = index == other_index;
 
-  // All of it, even if this plan uses less: the next plan may use the rest.
+  // The whole workspace, even if this plan uses less: the next plan may use the rest.
   const MemorySpan scratch = span_of_bytes(arguments.float_workspace_bytes);
   const MemorySpan work_list = span_of_bytes(plan_->int_bytes());
   const MemorySpan kv_lens = span_of_bytes(plan_->segments()[other_index].batch->num_requests() *

@@ -1,4 +1,4 @@
-// Which plan a piece of memory holds: the plan written last. If two wrappers share an int
+// Tracks which plan a piece of memory holds: the plan written last. If two wrappers share an int
 // workspace, the work list in it belongs to one of them.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace preflash {
 
-// Of one place for plans. Every plan() takes the memory again. Thread-safe.
+// Claim of one DevicePlan on its memory. Every plan() takes the memory again. Thread-safe.
 class MemoryClaim {
  public:
   explicit MemoryClaim(int device) : device_(device) {}
@@ -18,7 +18,7 @@ class MemoryClaim {
 
   // Every other claim on a part of this memory is lost.
   void take(const void* memory, std::int64_t bytes);
-  // Whether another claim has taken a part since.
+  // True if another claim has taken a part of the memory since.
   bool lost() const { return lost_.load(std::memory_order_acquire); }
 
  private:

@@ -5,8 +5,8 @@
 namespace preflash {
 namespace {
 
-// The bytes that a tensor touches in each period of `period` bytes, as one run of them from its
-// address on; 0 where they make no such run.
+// Length of the run of bytes, from the tensor's address on, that covers what the tensor touches in
+// each period of `period` bytes; 0 if no such run does.
 std::int64_t bytes_in_period(const MemorySpan& span, std::int64_t period) {
   std::int64_t bytes = span.row_bytes;
   for (const MemorySpan::Dimension& dimension : span.dimensions) {
@@ -17,7 +17,7 @@ std::int64_t bytes_in_period(const MemorySpan& span, std::int64_t period) {
   return bytes <= period ? bytes : 0;
 }
 
-// Whether the two keep to different parts of every period.
+// True if a and b touch disjoint parts of every period.
 bool apart_in_period(std::int64_t distance, const MemorySpan& a, const MemorySpan& b,
                      std::int64_t period) {
   const std::int64_t a_bytes = bytes_in_period(a, period);

@@ -1,4 +1,4 @@
-// Which bytes a strided tensor touches, to refuse outputs that lie on inputs.
+// Bytes that a strided tensor touches, to refuse outputs that overlap inputs.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ struct MemorySpan {
   friend bool operator==(const MemorySpan&, const MemorySpan&) = default;
 };
 
-// Whether two tensors may share a byte. Exact for tensors side by side, and for parts of one packed
+// True if two tensors may share a byte. Exact for tensors side by side, and for parts of one packed
 // tensor, such as q, k and v in the rows of [tokens, 3, heads, head_dim]. For unrelated strides it
 // may return true for tensors that merely interleave.
 bool may_overlap(const void* a, const MemorySpan& a_span, const void* b, const MemorySpan& b_span);

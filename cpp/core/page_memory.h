@@ -9,7 +9,7 @@
 
 namespace preflash {
 
-// Of one batch at a time.
+// Pinned host array for the page indices of one batch at a time.
 class PageArray {
  public:
   PageArray(int device, std::int64_t capacity);
@@ -20,7 +20,7 @@ class PageArray {
   std::int32_t* data() const { return data_; }
   std::int64_t capacity() const { return capacity_; }
   PinnedArray* pinned() const { return pinned_; }
-  // Whether no upload reads it any more.
+  // True if no upload reads the array any more.
   bool is_free() const { return services_->pinned_is_free(pinned_); }
 
  private:
@@ -36,7 +36,7 @@ class PageMemory {
  public:
   explicit PageMemory(int device);
 
-  // Whether this many page indices are worth an upload of their own.
+  // True if this many page indices are worth an upload of their own.
   static bool pays_for(std::int64_t count);
   // Memory for this many, if some is free at once; null: call make(). The memory returns when its
   // last owner is gone, and may outlive this object.

@@ -108,7 +108,7 @@ std::string joint_id(const SegmentKernels& kernels) {
   return id;
 }
 
-// What runs all segments: the kernel of the one or of both, or both kernels as one launch.
+// Kernel that runs all segments: that of the only segment, the one for both, or both in one launch.
 ForwardKernel joint_kernel(const SegmentKernels& kernels, const char* id) {
   if (kernels.size() == 1 || is_joint(kernels)) return *kernels[0];
   FoundLaunch found = Registry::instance().find_launch(kernels);

@@ -1,5 +1,5 @@
-// What one launch computes: a planned batch, or two side by side, the kernels that were chosen, and
-// their work list. A Plan is immutable and has no place; DevicePlan is the place.
+// Plan of one launch: a batch, or two side by side, the kernels that were chosen, and their work
+// list. A Plan is immutable and owns no device memory; DevicePlan holds the uploaded copy.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace preflash {
 
-// What is asked of one segment.
+// Request to plan one segment.
 struct PlanRequest {
   AttentionOptions options;
   std::shared_ptr<const Batch> batch;
@@ -21,7 +21,7 @@ struct PlanRequest {
   std::int64_t graph_mask_bytes = 0;  // SegmentProblem::graph_mask_bytes
 };
 
-// What was made of it.
+// One segment as planned.
 struct PlannedSegment {
   AttentionOptions options;  // of the caller's tensors
   std::shared_ptr<const Batch> batch;
@@ -44,10 +44,10 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // Of the launch: its kernel, or both, behind the copies that are made for it.
+  // Id of the kernel, or of both joined by "+", after "copies+" if there is a pre-pass.
   const std::string& id() const { return id_; }
   const PerSegment<PlannedSegment>& segments() const { return segments_; }
-  // What runs them all: the kernel of the one segment or of both, or both kernels as one launch.
+  // Runs all segments: the only segment's kernel, the one for both, or both in one launch.
   const ForwardKernel& kernel() const { return kernel_; }
   const PlanSizes& sizes() const { return planner_.sizes(); }
   const PlanLayout& layout() const { return planner_.layout(); }
@@ -63,18 +63,18 @@ class Plan {
   // The number of a segment's first request among those of the launch.
   int first_request(int segment) const;
 
-  // Whether every plan for a batch of this size has these sizes: a CUDA graph may then hold a
-  // launch of it while other plans are written into the place.
+  // True if every plan for a batch of this size has these sizes: a CUDA graph may then hold a
+  // launch of this plan while others are written into the same DevicePlan.
   bool graph_safe() const { return graph_safe_; }
-  // Whether a launch of one plan also runs the other in the same place: no value that a CUDA graph
-  // holds differs.
+  // True if a captured launch of one plan also runs the other in the same DevicePlan: no value that
+  // a CUDA graph holds differs.
   bool launches_like(const Plan& other) const;
 
   // Fills image_bytes() bytes at `image`, which is 16-byte aligned.
   void write(void* image) const;
 
  private:
-  // What runs a problem: the problem on copies, if there is one.
+  // Chosen kernels and the problem that they compute: with a pre-pass, the one on copies.
   struct Choice {
     SegmentKernels kernels;
     Problem problem;

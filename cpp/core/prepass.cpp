@@ -10,10 +10,10 @@ namespace {
 constexpr double kRowElements = 128.0;
 constexpr double kPassLaunch = 15000.0;  // in units of Conversion: 3 us
 
-// What a kernel that reads 8 bits, or rotates, adds to a query tile of 128 rows beside the one that
-// reads copies: for each of its keys, in units of what a row of 128 elements takes to be copied in
-// 16 bits, 0.2 ns; and for its queries, in keys. Fitted to an H100, above head_dim 128 to an H200
-// (docs/dev/experiments/fp8-and-rope.md, head-dim-512.md).
+// Extra time per query tile of 128 rows of a kernel that reads 8 bits, or rotates, over the kernel
+// that reads copies. key: per key of the tile, in units of 0.2 ns, the time to copy a row of 128
+// elements in 16 bits. queries: for the tile's queries, in keys. Fitted to an H100, above head_dim
+// 128 to an H200 (docs/dev/experiments/fp8-and-rope.md, head-dim-512.md).
 struct Conversion {
   double key;
   double queries = 0.0;
@@ -52,13 +52,13 @@ bool rounds_more(const AttentionOptions& options) {
 }
 
 std::int64_t copy_bytes(std::int64_t rows, std::int64_t heads, std::int64_t head_dim) {
-  // Of one row at least, so that a copy of nothing has an address.
+  // At least one row, so that an empty copy has an address.
   const std::int64_t bytes = std::max<std::int64_t>(rows, 1) * heads * head_dim * 2;
   return ceil_div(bytes, kCopyAlignment) * kCopyAlignment;
 }
 
-// Keys that the query tiles of a request go through, all together, for one KV head; of_queries:
-// what the queries of a tile count.
+// Total of keys that the query tiles of a request read for one KV head. of_queries: added per tile
+// (Conversion::queries).
 double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::int32_t tile_rows,
                      double of_queries) {
   const auto queries = static_cast<double>(problem.qo_len(request));
@@ -73,7 +73,7 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
   return tiles * (of_tile + of_queries);
 }
 
-// Whether copies take less time than they save.
+// True if copies take less time than they save.
 bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;

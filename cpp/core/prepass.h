@@ -19,15 +19,16 @@ namespace preflash {
 // writes the output's dtype.
 std::optional<AttentionOptions> prepass_options(AttentionOptions options);
 
-// Whether copies are faster than `converting`, which converts on load.
+// True with Prepass::kAlways; with kAuto if copies are faster than `converting`, which converts on
+// load, and neither round more nor break the promise of a fixed split.
 bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& converting);
 
-// Whether int32 counts the keys of the batch, as the rows of its copies are counted.
+// True if the number of keys in the batch fits in int32, which counts the rows of copies.
 bool has_prepass_rows(const SegmentProblem& problem);
 
 inline constexpr std::int64_t kCopyAlignment = 128;  // bytes: sectors and TMA's boxes begin there
 
-// Where the kernel finds an operand's rows. K's copy is always in the workspace.
+// Place of an operand's rows as the kernel reads them. K's copy is always in the workspace.
 enum class PrepassPlace : std::uint8_t {
   kCaller,     // in the caller's tensor: they need no change
   kWorkspace,  // a copy
@@ -49,12 +50,12 @@ class PrepassForm {
   PrepassPlace q() const { return q_; }
   PrepassPlace v() const { return v_; }
 
-  // Of the copies of k, v and q, one behind the other in the float workspace.
+  // Size and offsets of the copies of k, v and q, one after the other in the float workspace.
   std::int64_t bytes() const { return q_offset() + q_bytes_; }
   std::int64_t v_offset() const { return k_bytes_; }
   std::int64_t q_offset() const { return k_bytes_ + v_bytes_; }
 
-  // What the kernel computes. The spans point into this object and where `problem`'s do.
+  // Problem that the kernel computes. Its spans point into this object and where `problem`'s do.
   SegmentProblem problem_of_kernel(SegmentProblem problem) const;
 
  private:

@@ -1,4 +1,4 @@
-// Whether two batches are one launch where a kernel takes both.
+// Decides if two batches run as one launch where a kernel takes both.
 #pragma once
 
 #include "core/plan.h"

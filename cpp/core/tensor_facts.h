@@ -1,4 +1,4 @@
-// What a tensor looks like, in numbers: launches are bound to that, and runs bring the addresses.
+// Properties of a tensor, in numbers: launches are bound to them, and runs bring the addresses.
 #pragma once
 
 #include <array>
@@ -6,12 +6,12 @@
 
 namespace preflash {
 
-// All of a tensor that checks look at, except its address.
+// Everything that checks read of a tensor, except its address.
 struct TensorFacts {
   static constexpr int kMaxDims = 5;  // more than any tensor of a run has
 
-  std::uint64_t dtype = 0;   // whatever tells dtypes apart
-  std::uint64_t device = 0;  // the same of devices
+  std::uint64_t dtype = 0;   // identifies the dtype
+  std::uint64_t device = 0;  // identifies the device
   std::int32_t ndim = -1;    // -1: no tensor
   bool negative = false;     // a view that means its memory with the other sign
   std::array<std::int64_t, kMaxDims> shape = {};
@@ -20,7 +20,7 @@ struct TensorFacts {
   friend bool operator==(const TensorFacts&, const TensorFacts&) = default;
 };
 
-// Of the tensors of one segment. Where the run brings no out or no lse, that is made for it.
+// Facts of the tensors of one segment. An out or lse that the run does not bring is allocated.
 struct SegmentFacts {
   TensorFacts q, k, v;
   bool one_cache = false;  // holds K and V

@@ -1,4 +1,4 @@
-// Which bytes the tensors of one segment touch.
+// Bytes that the tensors of one segment touch.
 #pragma once
 
 #include "core/memory_span.h"
@@ -7,7 +7,7 @@
 
 namespace preflash {
 
-// What the tensors of one segment reach, from addresses that each run() brings.
+// Spans of the tensors of one segment, from the addresses that each run() brings.
 struct TensorSpans {
   MemorySpan q;
   MemorySpan k;
@@ -25,7 +25,7 @@ struct TensorSpans {
 // options: those of the plan, in whose dtypes the tensors are.
 TensorSpans spans_of(const ForwardSegment& segment, const AttentionOptions& options);
 
-// Of the bytes behind an address.
+// Span of contiguous bytes.
 inline MemorySpan span_of_bytes(std::int64_t bytes) { return {.row_bytes = bytes}; }
 
 }  // namespace preflash

@@ -33,8 +33,8 @@ class Trace {
   // Null: this thread records nothing.
   static Trace* of_this_thread();
 
-  // Where the next launch is to put its records. Throws std::invalid_argument where its kernel has
-  // none, or where they do not fit.
+  // Reserves the next launch's records. Throws std::invalid_argument if the plan is for another
+  // device, if its kernel records nothing, or if the records do not fit.
   ItemRecord* take(const Plan& plan);
 
   const std::vector<TracedLaunch>& launches() const { return launches_; }

@@ -17,13 +17,13 @@
 namespace preflash {
 namespace {
 
-// What an opaque PlanUploader points to here. Submitting copies at once, so one buffer is enough.
+// CPU type behind PlanUploader. Submitting copies at once, so one buffer is enough.
 struct HostStaging {
   std::unique_ptr<std::byte[]> memory;
   std::size_t bytes = 0;
 };
 
-// What an opaque PinnedArray points to here.
+// CPU type behind PinnedArray.
 struct HostArray {
   std::unique_ptr<std::byte[]> memory;
 };
@@ -34,9 +34,9 @@ HostStaging* staging_of(PlanUploader* uploader) { return reinterpret_cast<HostSt
 
 int device_count() { return 1; }
 
-// What plans divide the work among, whatever the machine has: where keys are split, and with it the
-// bits of a result, depends on no number of cores or threads. Many cores still have enough to do;
-// on one core the partials of the splits cost up to 3 %
+// Processors that plans divide the work among on every machine, so that split points, and with them
+// the bits of a result, do not depend on the number of cores or threads. Many cores still have
+// enough to do; on one core the partials of the splits cost up to 3 %
 // (docs/dev/experiments/cpu-backend.md).
 constexpr int kNominalProcessors = 32;
 

@@ -20,9 +20,9 @@
 namespace preflash::cpu {
 namespace {
 
-constexpr int kPrefetchKeys = 8;  // how far ahead of the copy into scratch a key's rows are fetched
+constexpr int kPrefetchKeys = 8;  // keys by which the prefetch is ahead of the copy into scratch
 
-// What all items of a segment have in common.
+// Data common to all items of a segment.
 struct Segment {
   const ForwardSegment& params;
   Family family;
@@ -153,7 +153,7 @@ class Item {
     std::fill(target + shape_.units, target + shape_.ld_k, 0.0f);
   }
 
-  // Of the first position of a tile; none without RoPE.
+  // Returns the angles of the first position of a tile; empty without RoPE.
   Angles angles_from(std::int64_t position) const {
     return segment_.rotary ? segment_.rotary->origin(position, scratch_.angles) : Angles{};
   }
@@ -163,7 +163,7 @@ class Item {
     segment_.isa.rotate(row, rotary.half(), origin, rotary.offset(offset));
   }
 
-  // Of the fp8 operands of a score; all of them are multiplied into the query.
+  // Multiplies a query row by the scales of both fp8 operands of its scores, q and k.
   void apply_scales(float* row, int head) const {
     const RunExtras& extras = params_.extras;
     if (extras.scale_q == nullptr && extras.scale_k == nullptr) return;
@@ -293,7 +293,7 @@ class Item {
     params_.partial_lse[place] = lse;
   }
 
-  // The keys of the row are complete, so that what it has beside them counts now.
+  // Writes a row whose keys are complete, with the head's sink added.
   void write_final(int row, const float* o, float scale, const PartialLse& keys_lse) const {
     const int head = rows_.head(row);
     float lse = keys_lse.high + keys_lse.low;

@@ -17,7 +17,7 @@ namespace preflash::cpu {
 // The packed rows of one work item.
 struct RowCoordinates {
   int row_begin = 0;
-  int first_head = 0;  // of the group
+  int first_head = 0;  // first query head of the group
   int group_size = 1;
 
   int token(int row) const { return (row_begin + row) / group_size; }
@@ -26,7 +26,7 @@ struct RowCoordinates {
   RowSpan tokens(const Panel& panel) const { return tokens(panel.row, panel.live); }
 };
 
-// The keys of one tile that an item or a panel is after; local to the request, as everywhere.
+// Keys of one tile that an item or a panel attends to; local to the request, as everywhere.
 struct TileKeys {
   KeySpan span;
   int tile_begin = 0;
@@ -48,7 +48,7 @@ inline std::uint32_t bit_range(int begin, int end) {
   return static_cast<std::uint32_t>((std::uint64_t{1} << end) - (std::uint64_t{1} << begin));
 }
 
-// Which keys a token keeps: the bounds, and the bits of a custom mask within them.
+// Keys that a token keeps: those within the bounds whose bit in a custom mask, if any, is set.
 class KeepPolicy {
  public:
   KeepPolicy(const ForwardSegment& params, const RequestInfo& request)
@@ -85,12 +85,13 @@ class KeepPolicy {
   }
 
   const MaskBounds bounds_;
-  const std::uint8_t* bits_;  // of the request; null: no custom mask
+  const std::uint8_t* bits_;  // the request's mask; null: no custom mask
 };
 
 enum class Kept { kNone, kSome, kAll };
 
-// Fills keep [mask_words][panel.ld] for a panel and the keys of one tile, and says what it came to.
+// Fills keep [mask_words][panel.ld] for a panel and the keys of one tile, and returns how many of
+// them are kept. With kAll, `keep` may be left unfilled.
 inline Kept fill_keep(const KeepPolicy& policy, const RowCoordinates& rows, const Panel& panel,
                       const TileKeys& keys, std::uint32_t* keep) {
   if (policy.keeps_all(rows.tokens(panel), keys.span)) return Kept::kAll;

@@ -6,8 +6,8 @@
 
 namespace preflash::cpu {
 
-// What the exception being handled says. Points into a buffer of the calling thread and is valid
-// until that thread's next failing call: whoever receives it copies it at once.
+// Returns the text of the exception being handled, in a buffer of the calling thread. It is valid
+// until the thread's next failing call: the receiver copies it at once.
 LaunchError text_of_current_exception();
 
 template <class Body>

@@ -16,14 +16,14 @@ namespace preflash::cpu {
 inline constexpr int kCacheLine = 64;
 inline constexpr int kRowVecs = 2;        // vectors of query rows in one panel, at most
 inline constexpr int kMaskWordKeys = 32;  // keys per word of keep bits
-inline constexpr int kFewRows = 4;        // panels of so few rows keep q as it lies, not transposed
+inline constexpr int kFewRows = 4;        // panels of at most so many rows keep q untransposed
 
 // logit * log2(e) = factor * score, where score = scale * dot, or cap * tanh(scale_in_cap * dot)
 // where cap > 0, plus the bias. The factor is folded into the exponent, where the product is not
 // rounded.
 struct LogitRule {
   float factor = 1.0f;  // > 0, so that the largest score has the largest logit; 1 with a cap
-  float scale = 1.0f;   // what is not in the factor: the sign of a scale that is not > 0
+  float scale = 1.0f;   // the rest of the scale: without a factor, all; else its sign
   float cap = 0.0f;
   float scale_in_cap = 0.0f;
 };
@@ -60,8 +60,8 @@ struct PanelStep {
   LogitRule logits;
   LinearBias bias;
 
-  // Whether the tile is left out where no row has a weight of 2^margin in it, beside its maximum so
-  // far; margin <= 0.
+  // True if the tile is skipped when no row has a weight of 2^margin or more in it, relative to the
+  // row's maximum so far; margin <= 0.
   bool skips = false;
   float margin = 0.0f;
 
@@ -108,7 +108,7 @@ struct IsaKernels {
 };
 
 const IsaKernels* generic_kernels();
-const IsaKernels* avx2_kernels();    // where the build says PREFLASH_HAVE_AVX2
+const IsaKernels* avx2_kernels();    // only in builds with PREFLASH_HAVE_AVX2
 const IsaKernels* avx512_kernels();  // PREFLASH_HAVE_AVX512
 
 // The widest table that this machine runs. The environment variable PREFLASH_CPU_ISA (generic, avx2

@@ -9,7 +9,7 @@
 
 namespace preflash::cpu {
 
-// The time from its making to stop(), where there is a record for it.
+// Writes the time from construction to stop() to the record, if there is one.
 class ItemTimer {
  public:
   explicit ItemTimer(ItemRecord* record)
@@ -31,7 +31,7 @@ class ItemTimer {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
   }
-  // Of those that have ever recorded anything.
+  // Returns the number of this thread among those that have ever recorded an item.
   static std::int32_t thread_number() {
     static std::atomic<std::int32_t> threads{0};
     thread_local const std::int32_t number = threads.fetch_add(1, std::memory_order_relaxed);

@@ -122,7 +122,7 @@ inline void for_each_score(const PanelStep& step, Function function) {
   }
 }
 
-// Turns dots into scores: what is left then is a positive factor.
+// Turns dots into scores, which lack only a positive factor.
 inline void transform_logits(const PanelStep& step) {
   const LogitRule& rule = step.logits;
   if (rule.cap > 0.0f) {
@@ -189,8 +189,8 @@ inline Vec weigh(const PanelStep& step, float* scores, Exponent exponent) {
   return sum;
 }
 
-// What takes weights that are relative to the old references to the new ones, where a row may be
-// huge before or after.
+// Returns the factor that turns weights relative to the old references into weights relative to the
+// new ones, for rows of which some may be huge before or after.
 inline Vec rescale_huge(const RowMaxima& old, const RowMaxima& now, Vec factor) {
   const Vec zero = broadcast(0.0f);
   Vec neither = sub(old.product, now.reference());
@@ -200,7 +200,7 @@ inline Vec rescale_huge(const RowMaxima& old, const RowMaxima& now, Vec factor) 
   return exp2(now.where_huge(old.where_huge(both, only_now), old.where_huge(only_old, neither)));
 }
 
-// Rows that are not huge get the bits that they get in other company.
+// Rows that are not huge get the same bits as in a vector without huge rows.
 [[gnu::noinline]] Vec weigh_huge(const PanelStep& step, float* scores, const RowMaxima& now) {
   const Vec factor = broadcast(step.logits.factor);
   const Vec minus = sub(broadcast(0.0f), now.reference());
@@ -283,8 +283,8 @@ inline void value_panel(const PanelStep& step) {
 
 // ---- the step
 
-// Whether a row comes within the margin of its maximum so far. Neither a NaN does nor a row that
-// has no key, here or before.
+// True if a row comes within the margin of its maximum so far. A NaN does not count, nor does a row
+// that has no key, here or before.
 inline bool has_weight(const PanelStep& step) {
   for (int row = 0; row < step.ld; row += kLanes) {
     Vec top = broadcast(-__builtin_inff());

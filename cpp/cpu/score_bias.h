@@ -1,5 +1,5 @@
-// What a position encoding adds to scores. The loops know a bias as LinearBias and as what it
-// leaves out of a row's logits; which encodings have one, and which, is known here.
+// Bias that a position encoding adds to scores. The loops know only a LinearBias and the part left
+// out of a row's logits; this file decides which encodings have a bias, and which bias.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,8 @@ class ScoreBias {
     return !has_bias(params) || factor >= kSmallestFactor;
   }
 
-  // Of `live` rows, for a factor that was allowed; 0 in the lanes of a panel that have no row.
+  // Fills the slopes of `live` rows for a factor that allows_factor() accepts; 0 in the lanes of a
+  // panel that have no row.
   void fill_slopes(const RowCoordinates& rows, int live, float factor, const ScratchShape& shape,
                    Scratch& scratch) const {
     if (!present_) return;
@@ -43,7 +44,7 @@ class ScoreBias {
     std::fill(scratch.slope + live, scratch.slope + shape.tile_rows, 0.0f);
   }
 
-  // Of a panel and the tile that begins at key `tile_begin`.
+  // Returns the bias of a panel in the tile that begins at key `tile_begin`.
   LinearBias of(const Panel& panel, const RowCoordinates& rows, int tile_begin,
                 Scratch& scratch) const {
     if (!present_) return {};
@@ -56,7 +57,7 @@ class ScoreBias {
     return {.slope = scratch.slope + panel.row, .distance = distance};
   }
 
-  // What the base-2 logits of a row lack, counted from its token, or from key 0 beside a maximum.
+  // Returns what a row's base-2 logits lack, counted from its token; from key 0 with kMaxAndSum.
   double left_out(int token, int head) const {
     if (!present_) return 0.0;
     const int origin = form_ == LseForm::kLogSum ? token : 0;

@@ -10,7 +10,7 @@
 
 namespace preflash::cpu {
 
-// How query rows, keys and values lie in scratch memory, the same for all items of a launch.
+// Layout of query rows, keys and values in scratch memory, the same for all items of a launch.
 struct ScratchShape {
   int tile_rows = 0;   // whole panels
   int panel_rows = 0;  // kRowVecs vectors of them

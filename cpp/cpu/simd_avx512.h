@@ -18,7 +18,7 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec exact_fma(Vec a, Vec b, Vec c) { return fma(a, b, c); }
-// Where an operand is NaN, both of these return the second one.
+// max() and min() return the second operand if either is NaN.
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec abs(Vec a) { return _mm512_abs_ps(a); }

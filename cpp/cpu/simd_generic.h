@@ -4,7 +4,7 @@ constexpr int kLanes = 4;
 constexpr int kKeyBlock = 4;  // keys of a score block: 4 x 2 accumulators
 constexpr int kOutRows = 4;   // rows and vectors of an output block: 4 x 2 accumulators
 constexpr int kOutVecs = 2;
-// Where multiply and add round twice, c's ulp is an error of the weights: 256 keeps it below 1e-5.
+// If multiply and add round twice, c's ulp is an error of the weights: 256 keeps it below 1e-5.
 constexpr float kHugeLogit = 256.0f;
 
 typedef float Vec __attribute__((vector_size(16)));
@@ -30,7 +30,7 @@ inline Vec exact_fma(Vec a, Vec b, Vec c) {
 inline Vec choose(IntVec all_ones, Vec then, Vec otherwise) {
   return (Vec)((all_ones & (IntVec)then) | (~all_ones & (IntVec)otherwise));
 }
-// Where an operand is NaN, both of these return the second one.
+// max() and min() return the second operand if either is NaN.
 inline Vec max(Vec a, Vec b) { return choose((IntVec)(a > b), a, b); }
 inline Vec min(Vec a, Vec b) { return choose((IntVec)(a < b), a, b); }
 inline Vec abs(Vec a) { return (Vec)((IntVec)a & INT32_MAX); }

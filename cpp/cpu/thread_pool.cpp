@@ -52,7 +52,7 @@ struct Job {
   int seats;  // helpers that may work on it at once
   std::atomic<std::int64_t> next{0};
   std::atomic<bool> failed{false};
-  std::exception_ptr error = nullptr;  // written by whoever sets `failed` first
+  std::exception_ptr error = nullptr;  // written by the thread that sets `failed` first
 
   // Guarded by the pool's lock.
   int helpers = 0;
@@ -107,8 +107,8 @@ class ThreadPool {
     for (int i = 0; i < job.seats; ++i) job_published_.notify_one();
   }
 
-  // As many as the widest job asked for; jobs that run at once share them. Where the system refuses
-  // a thread, the call goes on with those that there are.
+  // Starts as many helpers as the widest job has asked for; jobs that run at once share them. If
+  // the system refuses a thread, the call goes on with the threads that it has.
   void start_helpers(int wanted) {
     try {
       for (; started_ < wanted; ++started_) std::thread([this] { help(); }).detach();
@@ -148,7 +148,7 @@ class ThreadPool {
     }
   }
 
-  // Until the job has no index left, another job arrives or the shift is over.
+  // Works until the job has no index left, another job arrives or the shift is over.
   void work_a_shift(Job& job, std::uint64_t seen) const {
     for (int i = 0; i < kShiftIndices; ++i) {
       if (!job.step() || publications_.load(std::memory_order_relaxed) != seen) return;

@@ -1,4 +1,4 @@
-// What the planner needs to know of each GPU.
+// Properties of each GPU that the planner uses.
 #pragma once
 
 #include "preflash/device_services.h"

@@ -43,14 +43,14 @@ class PinnedMemory {
   cudaEvent_t copied() const { return copied_; }
   bool in_flight() const { return in_flight_; }
 
-  // At least so many bytes that no copy reads; what was there is lost.
+  // Makes room for `bytes` that no copy reads; earlier contents are lost.
   LaunchError reserve(std::size_t bytes);
   LaunchError wait_for_copy();
-  // Whether there is nothing to wait for.
+  // True if no copy is in flight.
   bool is_free();
-  // Starts copies of these parts, whose event stands for all earlier ones as well.
+  // Starts copies of these parts; their event covers all earlier copies as well.
   LaunchError copy_to(std::span<const StagedCopy> parts, cudaStream_t stream);
-  // What `stream` has been given so far counts as a part of its copy.
+  // Extends the copy by all work given to `stream` so far.
   LaunchError extend(cudaStream_t stream);
 
  private:
@@ -62,7 +62,7 @@ class PinnedMemory {
   bool in_flight_ = false;
 };
 
-// Of a batch, which the plans of several wrappers may have.
+// Pinned array of a batch, which plans of several wrappers may share.
 struct PinnedArray {
  public:
   explicit PinnedArray(int device) : device_(device) {}

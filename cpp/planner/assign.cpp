@@ -60,7 +60,7 @@ class LeastLoaded {
 
   std::int32_t shift_ = 0;
   std::int64_t now_ = 0;       // no CTA has less load, in steps of 2^shift_
-  std::int32_t current_ = -1;  // what is left of the list that take_least() found last
+  std::int32_t current_ = -1;  // rest of the list that take_least() returned last
   std::vector<Cta> ctas_;
   std::vector<std::int32_t> heads_ = std::vector<std::int32_t>(kRing, -1);
 };
@@ -96,8 +96,8 @@ class LateLists {
   std::int32_t list_ = -1;
 };
 
-// Where all items cost the same, the CTA with the least work is each one's in turn. Of those with
-// equally much, the last one that got an item is first, so that turns change direction.
+// If all items cost the same, each CTA in turn is the one with the least work. On a tie, the CTA
+// that got an item last is first, so that turns alternate in direction.
 Assignment assign_in_turns(const WorkList& work, std::int32_t num_ctas) {
   const std::int64_t turns = work.num_items / num_ctas;
   const std::int64_t rest = work.num_items % num_ctas;
@@ -113,7 +113,7 @@ Assignment assign_in_turns(const WorkList& work, std::int32_t num_ctas) {
   return result;
 }
 
-// Once all items have their CTAs.
+// Fills cta_begin once every item has its CTA.
 void count_lists(std::int32_t num_ctas, Assignment& assignment) {
   std::vector<std::int32_t>& begin = assignment.cta_begin;
   begin.assign(num_ctas + 1, 0);
@@ -124,8 +124,8 @@ void count_lists(std::int32_t num_ctas, Assignment& assignment) {
 }  // namespace
 
 std::int64_t late_cost_of(const WorkList& work, std::int32_t num_ctas) {
-  constexpr std::int64_t kPart = 10;     // of the work
-  constexpr std::int64_t kFewItems = 4;  // of the longest, for each slot
+  constexpr std::int64_t kPart = 10;     // late: 1 / kPart of the work
+  constexpr std::int64_t kFewItems = 4;  // none late with fewer longest items per slot
   const bool few = work.cost < kFewItems * work.longest * num_ctas;
   return work.segments.size() < 2 || few ? 0 : work.cost / kPart;
 }

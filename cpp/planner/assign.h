@@ -1,4 +1,4 @@
-// On which CTA items run, where each has a list of them.
+// Assignment of work items to CTAs that each run a list of items.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace preflash {
 
-// Which CTA runs what. A CTA's items are one behind the other in the work list, in running order.
+// Item list of every CTA. A CTA's items are consecutive in the work list, in running order.
 struct Assignment {
   std::vector<std::int32_t> cta_begin;  // [number of CTAs + 1]
   // [num_items], in running order. Empty: CTAs take items in turns, back and forth.
@@ -44,7 +44,7 @@ class BackAndForth {
   std::int32_t step_ = 1;
 };
 
-// How the items of a persistent schedule reach CTAs.
+// Inputs of assign(), for a persistent schedule.
 struct AssignProblem {
   std::int32_t num_ctas = 1;  // that begin at once, one for each slot
   // The last items, of so much cost in all, are lists of further CTAs. The hardware begins those in
@@ -53,9 +53,9 @@ struct AssignProblem {
   std::int64_t late_cost = 0;
 };
 
-// The cost of what begins late. Prefill beside decode: how fast either kind is depends on what the
-// other SMs do at the time, so that lists which all begin at once end by an item's time apart. In
-// a launch of few items there is no room for it.
+// Returns the cost of the items that begin late. With prefill and decode in one launch, the speed
+// of either depends on what the other SMs run at the time, so that lists that all begin at once end
+// an item's time apart. 0 for one segment, and in a launch of few items.
 std::int64_t late_cost_of(const WorkList& work, std::int32_t num_ctas);
 
 // Takes items in running order and gives each to the CTA with the least work so far; the late ones

@@ -31,7 +31,7 @@ std::int64_t most_graph_tiles(const SegmentProblem& problem, std::int32_t tile_r
   return (rows + requests * (tile_rows - 1)) / tile_rows * problem.num_kv_heads;
 }
 
-// What a segment may use at most of a CUDA graph's room.
+// Limits on a segment's use of a CUDA graph's room.
 struct GraphLimits {
   SegmentLimits segment;
   std::int64_t items = 0;
@@ -41,8 +41,8 @@ GraphLimits graph_limits(const SegmentProblem& problem, std::int64_t rows, std::
                          std::int64_t cta_slots) {
   // The rows of every tile are a multiple of this, so that rows bound the number of chunks.
   std::int64_t chunks = rows / std::gcd(problem.gqa_ratio(), tile_rows);
-  // How far a later plan splits depends on KV lengths that nobody knows yet. Two waves of partial
-  // tiles are as much as an automatic split gains from; a fixed split may need all that there is.
+  // Later plans split by KV lengths that are still unknown. An automatic split gains from at most
+  // two waves of partial tiles; a fixed split may need all the room.
   if (problem.split.fixed_split_size == 0) {
     chunks = std::min(chunks, 2 * cta_slots);
     rows = std::min(rows, 2 * cta_slots * tile_rows);
@@ -77,8 +77,8 @@ void check_fixed_split(const SegmentProblem& problem, const SplitLimits& launch,
 
 }  // namespace
 
-// Nobody knows which segment of a CUDA graph's later plans needs partial rows: each has an equal
-// share of the workspace.
+// Any segment of a CUDA graph's later plans may need partial rows, so each has an equal share of
+// the workspace.
 SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> plans,
                          std::int64_t cta_slots) {
   const bool graph = problem.segments[0].graph_max_rows > 0;

@@ -1,5 +1,5 @@
-// What the work of a batch may use at most: of the float workspace, of a CUDA graph's room and of
-// int32; and the refusals of what needs more.
+// Limits on the work of a batch: the float workspace, the room of a CUDA graph and int32; and the
+// errors for work that exceeds them.
 #pragma once
 
 #include <cstdint>

@@ -29,13 +29,13 @@ struct Section {
   std::int64_t cost = 0;
   std::int32_t longest = 0;
 
-  // Whether it could keep every slot busy for as long as its longest item.
+  // True if the section can keep every slot busy for as long as its longest item.
   bool fills(std::int64_t cta_slots) const {
     return !groups.empty() && cost >= cta_slots * longest;
   }
   bool costs_are_equal() const { return cost == num_items * longest; }
 
-  // So many heads of one request, from `head` on.
+  // Adds `heads` heads of one request, from `head` on.
   void add(const RequestWork& request, std::int32_t head, std::int32_t heads) {
     append({.first_unit = request.first_unit,
             .end_unit = request.first_unit + request.num_units,
@@ -81,8 +81,8 @@ Section everything(const WorkList& work) {
 // tile, a sixth of an H100's bandwidth, leaves room for Q, O and the section that comes next.
 constexpr std::int64_t kBytesPerKvTile = std::int64_t{1} << 19;
 
-// How much K/V a section with such a longest item may hold, and in how many parts of its longest
-// item's time it has to keep the machine busy before it closes.
+// Limits of a section, by its longest item: the K/V that it may hold, and the fraction 1 / parts of
+// that item's time for which it has to keep the machine busy before it closes.
 struct SectionLimit {
   std::int64_t kv_bytes = 0;
   std::int64_t parts = 1;
@@ -206,8 +206,8 @@ std::int64_t cost_of(const OrderedUnit& ordered, const WorkUnit& unit) {
 }
 
 // Both segments of a launch, side by side from the first item to the last: memory is busy with a
-// decode batch while the tensor cores are with a prefill. Each goes on where it is further behind
-// in its own work, but no item begins so late that it would end after all others.
+// decode batch while the tensor cores are with a prefill. The segment that is further behind in its
+// own work comes next, but no item begins so late that it would end after all others.
 class SideBySide {
  public:
   SideBySide(const WorkList& work, std::span<const OrderedUnit> order, std::int64_t cta_slots)

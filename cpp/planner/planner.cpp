@@ -10,8 +10,8 @@
 namespace preflash {
 namespace {
 
-// CTAs, or clusters of CTAs that share an item, that the machine holds at once: what the launch
-// bounds promise, as far as shared memory reaches (1 KiB of it a CTA is the system's). Each runs
+// CTAs, or clusters of CTAs that share an item, that the machine holds at once: as many as the
+// launch bounds promise and shared memory has room for (the system takes 1 KiB per CTA). Each runs
 // items of every segment.
 std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   std::int64_t per_sm = kernels[0]->tile.ctas_per_sm;
@@ -24,8 +24,8 @@ std::int64_t slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   return std::max<std::int64_t>(facts.num_sms * per_sm / kernels[0]->ctas_per_item, 1);
 }
 
-// CTAs beyond which more of them gain nothing where all are equally long. Those of short tiles that
-// take 16 bits as they are share an SM's part of the bandwidth: one on each SM has enough of it.
+// Number of equally long CTAs beyond which more gain nothing. CTAs of short tiles that read 16 bits
+// as stored share an SM's part of the bandwidth: one on each SM is enough to use it.
 std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kernels) {
   const Variant& variant = kernels[0]->variant;
   const bool reads = kernels[0]->traits.short_tiles == ShortTiles::kOwn &&
@@ -282,8 +282,8 @@ WorkItem item_of(const WorkUnit& unit, int head) {
           .partial_row = unit.partial_row_of(head)};
 }
 
-// How many heads every unit of the order has, where all have the same ones and none is of a request
-// that another one is of, too: item i is then one of unit i / heads. Else 0.
+// Returns the number of heads of every unit if all units have the same heads and no request has a
+// second unit: item i is then an item of unit i / heads. Otherwise returns 0.
 std::int32_t heads_of_each(const WorkList& work, std::span<const OrderedUnit> order) {
   if (work.most_units > 1 || order.empty()) return 0;
   const OrderedUnit& first = order.front();

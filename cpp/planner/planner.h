@@ -1,5 +1,5 @@
-// The planner: what a caller asks for plus what the machine is, turned into a work list. Host only;
-// everything that a launch does is decided here and nowhere else.
+// The planner: turns a caller's problem and the properties of the machine into a work list. Host
+// only; everything that a launch does is decided here and nowhere else.
 #pragma once
 
 #include <cstdint>
@@ -41,10 +41,10 @@ void validate(const Problem& problem);
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
 TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family);
 
-// Whether a segment that kDecode would serve is faster in tall tiles: its requests keep more than
-// `most_keys` on average, which a kernel's row of tiles.toml says, where a few items for each SM
-// are counted beside those that there are. Not where another plan of the same launch
-// (graph_max_rows), or the device (are_bounds), may bring other lengths.
+// True if tall tiles are faster for a segment that kDecode would serve: its items have more than
+// `most_keys` keys (a kernel's row of tiles.toml) on average, counting a few more items without
+// keys for each SM. False if another plan of the same launch (graph_max_rows) or the device
+// (are_bounds) may bring other lengths.
 bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
                         std::int32_t most_keys);
 
@@ -60,7 +60,7 @@ class Planner {
  public:
   // Decides and counts. Throws std::invalid_argument for a fixed split or a CUDA graph that its
   // workspace cannot hold. Keeps no reference to its arguments.
-  // problem: one that validate() accepts. Whoever chose its kernels has asked.
+  // problem: accepted by validate(), which the caller has called before it chose the kernels.
   // kernels: of each segment, all of one family.
   Planner(const Problem& problem, const DeviceFacts& facts, const SegmentKernels& kernels,
           PlannerOptions options = {});
@@ -79,7 +79,7 @@ class Planner {
     std::int64_t all = 1;   // CTAs that the machine holds at once
     std::int64_t full = 1;  // SplitProblem::full_slots
   };
-  // What writing needs to know of a segment.
+  // Data of a segment that write() needs.
   struct Segment {
     std::int32_t first_request = 0;
     std::int32_t num_requests = 0;

@@ -122,7 +122,8 @@ SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles) {
 
 namespace {
 
-// Of the segments whose chunks are to be chosen: where a choice can begin.
+// Longest tile and shortest allowed chunk, in KV tiles, over the segments whose chunk length is to
+// be chosen.
 struct OpenTiles {
   std::int32_t longest = 0;
   std::int32_t shortest_chunk = 1;

@@ -1,4 +1,4 @@
-// Where to cut KV: only where the machine would idle otherwise.
+// Split-KV: cuts KV only where the machine would idle otherwise.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@ inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles th
 // Shorter chunks cost more than they balance.
 inline constexpr std::int32_t kMinAutoChunkKeys = 256;
 
-// What the split of one segment may use at most.
+// Limits on the split of one segment.
 struct SegmentLimits {
   std::int64_t rows = 0;  // partial ones; int32 counts them
   std::int64_t merges = 0;
 };
 
-// What the splits of all segments may use at most.
+// Limits on the splits of all segments together.
 struct SplitLimits {
   PerSegment<SegmentLimits> segments = {};
   std::int64_t items = 0;
@@ -89,7 +89,7 @@ struct SplitProblem {
   SplitLimits limits;
 };
 
-// With chunks of chunk_tiles KV tiles where the caller does not ask for others.
+// Estimates a split into chunks of chunk_tiles KV tiles; a segment's asked_chunk takes precedence.
 SplitEstimate estimate(const SplitProblem& split, std::int32_t chunk_tiles);
 
 // KV tiles per chunk, or kUnsplit: one length for every segment whose caller leaves it open, since

@@ -103,12 +103,12 @@ void check_scalars(const SegmentProblem& problem) {
 
 template <class T>
 void check_indptr(std::string_view name, std::span<const T> indptr) {
-  // It may start anywhere: rows before the first request are nobody's, like those behind the last.
+  // An indptr may start anywhere: rows before the first request, or past the last, belong to none.
   if (indptr[0] < 0) {
     refuse(name, "[0] = ", indptr[0], ": must not be negative; pass cumulative lengths");
   }
-  // First all of them, in a loop that compilers turn into vectors, and else one by one for the one
-  // to name; so, too, below.
+  // The first loop, which compilers vectorise, checks all elements; if it fails, the second finds
+  // the one to name. The same below.
   T decreases = 0;
   for (std::size_t i = 1; i < indptr.size(); ++i) decreases |= indptr[i] < indptr[i - 1];
   if (decreases == 0) return;
@@ -120,7 +120,7 @@ void check_indptr(std::string_view name, std::span<const T> indptr) {
   }
 }
 
-// Of an indptr that check_indptr() has passed.
+// Returns the longest length in an indptr that check_indptr() has passed.
 std::int64_t longest_in(Indptr32 indptr) {
   std::int32_t longest = 0;
   for (std::size_t i = 1; i < indptr.size(); ++i) {
@@ -333,7 +333,7 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
 bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
                         std::int32_t most_keys) {
   if (problem.graph_max_rows > 0 || problem.are_bounds) return false;
-  // What short tiles save at the ends of a launch, in items that they save as much with.
+  // Gain of short tiles at the ends of a launch, in items per SM with which they gain as much.
   constexpr std::int32_t kLaunchItemsPerSm = 4;
   double items = double{kLaunchItemsPerSm} * std::max(facts.num_sms, 1);
   double keys = 0.0;

@@ -12,7 +12,7 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n) {
 
 namespace {
 
-// The first tile behind the diagonal of these rows, where that tells something.
+// Returns the first tile past the diagonal of these rows; the end of `range` without a custom mask.
 std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowSpan rows,
                           const TileRange& range, std::int32_t tile_n) {
   if (problem.mask != Mask::kCustom) return range.end;
@@ -20,7 +20,7 @@ std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowS
   return ceil_div(bounds.end_key(rows.last), tile_n);
 }
 
-// How many requests, from `first` on, have the same lengths and are therefore cut alike.
+// Counts the requests, from `first` on, that have the same lengths and are therefore cut alike.
 std::size_t count_alike(std::span<const RequestInfo> requests, std::size_t first) {
   std::size_t end = first + 1;
   while (end < requests.size() && requests[end].qo_len == requests[first].qo_len &&

@@ -13,9 +13,9 @@
 
 namespace preflash {
 
-// What a split decision goes by, in KV tiles, whose time is about the same (3 us at two CTAs per SM
-// of an H100) for a compute-bound tall tile and a memory-bound short one. The constants are rough
-// on purpose: they only have to keep the planner from cutting work into crumbs.
+// Cost model of split decisions, in KV tiles. A KV tile takes about the same time (3 us at two CTAs
+// per SM of an H100) in a compute-bound tall tile and in a memory-bound short one. The constants
+// are rough on purpose: they only have to keep the planner from cutting work into crumbs.
 struct CostModel {
   static constexpr std::int32_t kItem = 2;     // load Q, fill the pipeline, store O
   static constexpr std::int32_t kPartial = 1;  // more, when O is stored as float32 partials
@@ -26,9 +26,9 @@ struct CostModel {
 // time, so errors of this model remain.
 struct ItemCost {
   static constexpr std::int32_t kTile = 4;
-  // Which tiles a custom mask keeps is known on the device alone, but most masks are causal ones
-  // with something on top. A tile behind the diagonal counts this much less: little enough to give
-  // all CTAs as many tiles if all are kept, and enough to give all of them early and late rows.
+  // Only the device knows which tiles a custom mask keeps, but most masks are causal ones with
+  // something on top. A tile past the diagonal counts this much less: little enough to give all
+  // CTAs as many tiles if all are kept, and enough to give all of them early and late rows.
   static constexpr std::int32_t kBehindDiagonal = kTile / 2;
   std::int32_t item = CostModel::kItem * kTile;
   std::int32_t partial = CostModel::kPartial * kTile;  // more, as in CostModel
@@ -48,7 +48,7 @@ struct QueryTile {
   std::int32_t rows = 0;
   std::int32_t kv_begin = 0;
   std::int32_t kv_end = 0;
-  std::int32_t diagonal_end = 0;  // custom masks: the tiles from here on lie behind the diagonal
+  std::int32_t diagonal_end = 0;  // custom masks: tiles from here on are past the diagonal
   std::int32_t alike = 1;
 
   std::int32_t kv_tiles() const { return kv_end - kv_begin; }
@@ -80,13 +80,13 @@ struct WorkUnit {
   std::int32_t cost = 0;        // ItemCost
 
   bool partial() const { return num_chunks > 1; }
-  // A head's chunks lie behind those of the head before it.
+  // A head's chunks follow those of the head before it.
   std::int32_t partial_row_of(std::int32_t head) const {
     return partial() ? partial_row + head * num_chunks * rows : WorkItem::kFinal;
   }
 };
 
-// What the units of one request add up to, per KV head.
+// Totals of one request's units, per KV head.
 struct RequestWork {
   std::int32_t first_unit = 0;
   std::int32_t num_units = 0;
@@ -96,7 +96,7 @@ struct RequestWork {
   std::int64_t reused_kv_bytes = 0;  // K/V that more than one query tile reads; 0 with one tile
 };
 
-// What the units of one segment write beside their items.
+// Units of one segment, with the merges and partial rows that they need.
 struct SegmentWork {
   std::int32_t first_unit = 0;
   std::int32_t num_units = 0;
@@ -105,8 +105,7 @@ struct SegmentWork {
   std::int64_t num_partial_rows = 0;
 };
 
-// 2^60 bytes exceed any L2: that pages may be shared, more often than int64 can count, is no
-// matter.
+// Upper bound of counted bytes: 2^60 exceed any L2, and bytes of shared pages could overflow int64.
 inline constexpr std::int64_t kMostReusedBytes = std::int64_t{1} << 60;
 
 // Units of a request are consecutive, by query tile and then by chunk.
@@ -139,7 +138,8 @@ struct SegmentPlan {
   ItemCost cost;
 };
 
-// Of one KV head: those of all requests, and a list of which each may stand for several.
+// Query tiles of one KV head: their number over all requests, and a list in which each may stand
+// for those of several requests (QueryTile::alike).
 std::int64_t count_query_tiles(const SegmentPlan& segment);
 std::vector<QueryTile> query_tiles(const SegmentPlan& segment);
 

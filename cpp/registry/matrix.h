@@ -21,11 +21,12 @@ struct Axis {
   bool (*serves)(const Variant& compiled, const Variant& wanted);
 };
 
-// Those that decide whether a kernel of the wanted family serves: the tile class does not.
+// Returns the axes that decide whether a kernel of the wanted family serves; the tile class does
+// not.
 std::span<const Axis> reported_axes();
 
-// Of a kernel with short tiles: batches whose requests have more keys on average are faster in tall
-// ones (prefers_tall_tiles()). 0: none are.
+// Returns the average keys per request above which a batch is faster in tall tiles than in this
+// kernel's short ones (prefers_tall_tiles()); 0: no batch is.
 std::int32_t most_keys_of(const Variant& compiled);
 
 // The family and whatever is not the default of its axis, e.g. "sm80_bf16_d128_decode".

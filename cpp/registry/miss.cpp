@@ -26,7 +26,7 @@ void add_once(std::vector<std::string>& values, std::string value) {
   }
 }
 
-// In the dtypes and position of the tensors, which the caller knows.
+// Names the wanted values in the dtypes and position of the tensors, which the caller knows.
 std::string asked(Variant wanted) {
   wanted.load = compiled_form(wanted).load;
   std::vector<std::string> parts;
@@ -66,7 +66,7 @@ std::string nearest(Variant wanted, std::span<const Variant> compiled) {
   return joined(changes, " or ");
 }
 
-// Where "auto" asked for `wanted` first it goes on to `family`.
+// True if "auto", which tried `wanted` first, goes on to `family`.
 bool auto_falls_back(Family wanted, Family family) {
   auto rank = [](Family one) { return std::ranges::find(kPreference, one); };
   return rank(wanted) < rank(family) && traits_of(family).covers(traits_of(wanted));

@@ -9,15 +9,15 @@
 
 namespace preflash {
 
-// True where `compiled` computes what `wanted` asks for. The tile class does not matter, but where
-// short tiles are kernels of their own, which compute less.
+// True if `compiled` computes what `wanted` asks for. The tile class matters only for kernels that
+// are compact, or whose family has short tiles of their own kind, which compute less.
 bool serves(const Variant& compiled, const Variant& wanted);
 
-// Of two that serve `wanted`: less padding first, then the tile class, then products of what is
-// stored, then fewer options.
+// True if `a` is the better of two variants that serve `wanted`: less padding first, then the tile
+// class, then products in the stored dtype, then fewer options.
 bool serves_better(const Variant& a, const Variant& b, const Variant& wanted);
 
-// What a build of every variant would run for it, or nullptr.
+// Returns the variant that a build of every variant would run for `wanted`, or nullptr.
 const Variant* find_in_matrix(const Variant& wanted);
 
 inline bool in_matrix(const Variant& wanted) { return find_in_matrix(wanted) != nullptr; }

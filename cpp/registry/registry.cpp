@@ -87,8 +87,8 @@ struct Registry::State {
   bool dir_used = false;
   std::optional<Loaded<DeviceServices>> cuda;
   std::array<std::optional<Loaded<KernelLibrary>>, std::size(kFamilies)> libraries;
-  // What find() found: every step of an engine asks for the same, and a library has some hundred
-  // kernels.
+  // Cache of the kernels that find() returned: every step of an engine asks for the same variant,
+  // and a library has some hundred kernels.
   std::unordered_map<Variant, const ForwardKernel*, VariantHash> found;
 
   const Loaded<DeviceServices>& services() {

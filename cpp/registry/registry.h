@@ -31,11 +31,11 @@ struct FoundLibrary {
   std::string error = {};
 };
 
-// What backend="auto" tries on a device, best first; 0 is the CPU. A GPU that none runs on gets all
-// the GPU families, whose refusals say why.
+// Returns the families that backend="auto" tries on a device, best first; capability 0 is the CPU.
+// For a GPU that no family runs on: all GPU families, whose errors say why.
 std::vector<Family> families_for(int compute_capability);
 
-// Whether a GPU runs a library that was compiled for these architectures, as in "80;90+PTX".
+// True if a GPU runs a library that was compiled for these architectures, as in "80;90+PTX".
 // Machine code runs on its own generation only, from the minor version that it was built for; PTX
 // ("90+PTX") on everything later; code of a feature set ("90a") nowhere else.
 bool compiled_for(std::string_view architectures, int compute_capability);
@@ -48,12 +48,13 @@ class Registry {
   Registry(const Registry&) = delete;
   Registry& operator=(const Registry&) = delete;
 
-  // Where the kernel libraries are; the directory `lib` beside this module unless said otherwise.
-  // Throws std::logic_error for another directory once a library has been loaded.
+  // Sets the directory of the kernel libraries; the default is `lib` beside this module. Throws
+  // std::logic_error for another directory once a library has been loaded.
   void set_library_dir(std::string dir);
 
-  // What libpreflash_kernels_common.so offers, or nullptr where it cannot be loaded; cuda_error()
-  // then says why. A machine without a GPU still gets services: they report no devices.
+  // Returns the services of libpreflash_kernels_common.so, or nullptr if it cannot be loaded;
+  // cuda_error() then says why. A machine without a GPU still gets services: they report no
+  // devices.
   const DeviceServices* cuda();
   std::string cuda_error();
 
@@ -67,7 +68,7 @@ class Registry {
   // take any. Only the first may have a custom mask.
   FoundKernel find_joint(const Variant& first, const Variant& second);
 
-  // What runs the segments that these kernels are for as one launch.
+  // Finds the function that runs the segments of these kernels as one launch.
   FoundLaunch find_launch(const PerSegment<const ForwardKernel*>& kernels);
 
   FoundLibrary library(Family family);

@@ -1,6 +1,6 @@
-// What libpreflash_kernels_common.so offers: everything the project asks of a CUDA runtime besides
-// the forward kernels. A table of functions, so that nothing above it links against CUDA. Exported
-// as `extern "C" const DeviceServices* preflash_device_services()`.
+// Everything the project asks of a CUDA runtime besides the forward kernels: the table of functions
+// in libpreflash_kernels_common.so, so that no code above it links against CUDA. Exported as
+// `extern "C" const DeviceServices* preflash_device_services()`.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace preflash {
 
-// What the planner needs to know of a machine. The CPU's processors stand for SMs.
+// Properties of a machine that the planner uses. On the CPU, processors count as SMs.
 struct DeviceFacts {
   int device = -1;             // CUDA ordinal; -1: the CPU
   int compute_capability = 0;  // 90 for sm_90; 0: the CPU
@@ -34,7 +34,7 @@ struct PlanUploader;
 // event, too. Uploads of several threads may copy one.
 struct PinnedArray;
 
-// A part of an uploader's acquired buffer, and where it goes.
+// Part of an uploader's acquired buffer, and its destination.
 struct StagedCopy {
   std::size_t begin = 0;  // in bytes
   void* to = nullptr;
@@ -65,24 +65,24 @@ struct DeviceServices {
   // Starts copying parts of the acquired buffer to device memory on `stream`, and arrays to theirs.
   LaunchError (*uploader_submit)(PlanUploader*, std::span<const StagedCopy> parts,
                                  const PerSegment<ArrayCopy>& arrays, void* stream) = nullptr;
-  // What `stream` has been given since the last submit counts as a part of its copy.
+  // Extends the last submitted copy by all work given to `stream` since.
   LaunchError (*uploader_extend)(PlanUploader*, void* stream) = nullptr;
-  // What `stream` does from now on comes after every copy that was submitted. The host waits only
-  // where the stream is being captured into a CUDA graph.
+  // Orders all later work of `stream` after every submitted copy. The host waits only if the stream
+  // is being captured into a CUDA graph.
   LaunchError (*uploader_join)(PlanUploader*, void* stream) = nullptr;
 
-  // host: where the array is, of at least `bytes`, free to write.
+  // Allocates an array of at least `bytes`, which is free to write at `host`.
   LaunchError (*pinned_create)(int device, std::size_t bytes, PinnedArray** array,
                                void** host) = nullptr;
-  // Waits until no copy reads it.
+  // Waits until no copy reads the array, and frees it.
   void (*pinned_destroy)(PinnedArray*) = nullptr;
-  // Whether no copy reads it any more, so that it may be written again.
+  // True if no copy reads the array any more, so that it may be written again.
   bool (*pinned_is_free)(PinnedArray*) = nullptr;
 
   // The target's device is made current for the launch and the caller's restored afterwards.
   LaunchError (*launch_forward)(const ForwardKernel&, const ForwardParams&, int num_ctas,
                                 const LaunchTarget&) = nullptr;
-  // Whether the target's stream is being captured into a CUDA graph.
+  // True if the target's stream is being captured into a CUDA graph.
   bool (*is_capturing)(const LaunchTarget&) = nullptr;
   LaunchError (*prepass)(const PrepassParams&, const LaunchTarget&) = nullptr;
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;

@@ -1,5 +1,5 @@
-// The facts of a kernel family, as data: [family.*] of cpp/variants/forward.toml holds them, and
-// the generated traits_of() tells them. Nothing but the kernels themselves asks which family it is.
+// Properties of a kernel family, as data: [family.*] of cpp/variants/forward.toml holds them, and
+// the generated traits_of() returns them. Only the kernels themselves ask which family it is.
 #pragma once
 
 #include <cstdint>
@@ -10,32 +10,32 @@ namespace preflash {
 // Packed rows of one query tile: all that the kernel computes, or as many as make whole tokens.
 enum class TileRows : std::uint8_t { kFull, kTokenAligned };
 
-// What the dtypes of a kernel's variant are.
+// Meaning of the dtypes in a kernel's variant.
 enum class Operands : std::uint8_t {
-  kStored,    // those of its tensors
-  kComputed,  // that of its matrix products; Load tells whether the tensors may have others
+  kStored,    // the dtypes of the kernel's tensors
+  kComputed,  // the dtype of its matrix products; Load says if tensors may have others
 };
 
-// Where something is chosen.
+// Compile-time or run-time choice of options or segments.
 enum class OptionChoice : std::uint8_t {
   kCompiled,  // there is a kernel for each combination
   kRunTime    // one kernel has all of them, and serves launches without
 };
 
-// What keys and values of 8 bits become in kernels that multiply in one dtype.
+// Dtype to which kernels that multiply in one dtype dequantise 8-bit keys and values.
 enum class Widening : std::uint8_t {
   kToQueries,  // the dtype of the queries; float16 where they have 8 bits themselves
   kToFloat16,
 };
 
-// How items reach CTAs.
+// Assignment of work items to CTAs.
 enum class Schedule : std::uint8_t {
   kAuto,        // the family's default
   kPersistent,  // num_sms * ctas_per_sm CTAs, each with a list of items
   kOnePerItem,  // one CTA per item; the hardware hands CTAs out in order as slots become free
 };
 
-// What kernels of TileClass::kDecode are beside the others of their family.
+// Relation of a family's TileClass::kDecode kernels to its other kernels.
 enum class ShortTiles : std::uint8_t {
   kSameBits,  // the same but for the rows of a tile: those of a request have the same bits in both
   kOwn,       // kernels of another kind, which dequantise and do not rotate
@@ -44,11 +44,11 @@ enum class ShortTiles : std::uint8_t {
 struct FamilyTraits {
   static constexpr int kAnyLater = std::numeric_limits<int>::max();
 
-  const char* backend = "";  // what a caller names
-  // Devices that it runs on: their compute capability, 90 for sm_90; 0 is the CPU.
+  const char* backend = "";  // name by which a caller selects it
+  // Devices that the family runs on, by compute capability: 90 for sm_90, 0 for the CPU.
   int lowest_capability = 0;
   int highest_capability = 0;
-  // The entry of PREFLASH_ARCHS that asks for it, where it is code of one architecture alone.
+  // PREFLASH_ARCHS entry that builds the family, if its code is for one architecture alone.
   const char* architecture = "";
   Operands operands = Operands::kStored;
   // Soft cap, position, mask and skipped tiles.
@@ -63,9 +63,9 @@ struct FamilyTraits {
   // between two.
   std::uint8_t joint_head_dim = 0;
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
-  // What its kernels compute while memory delivers a byte, where prefill and decode run one after
-  // the other if that is faster (faster_apart()); 0: always as one launch. They do where the one
-  // alone takes more than so many times as long as the other.
+  // FLOPs that its kernels compute in the time memory delivers a byte; 0: prefill and decode always
+  // run as one launch. Otherwise faster_apart() may separate them: if prefill alone takes more than
+  // most_prefill times as long as decode, or decode more than most_decode times as long as prefill.
   std::int16_t flops_per_byte = 0;
   std::uint8_t most_prefill = 0;
   std::uint8_t most_decode = 0;

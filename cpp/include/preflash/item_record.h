@@ -1,5 +1,5 @@
-// Where and when each work item of a launch ran: `python -m preflash bench --trace`. The CPU
-// backend records whenever it is asked; CUDA kernels only in a build with PREFLASH_TRACE, and
+// Time and place of each work item of a launch, for `python -m preflash bench --trace`. The CPU
+// backend records on request; CUDA kernels record only in a build with PREFLASH_TRACE, and
 // otherwise do not even take the address.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace preflash {
 
-// Whether a kernel can record its items.
+// Ability of a kernel to record its items.
 enum class Tracing : std::uint8_t { kNone, kItems };
 
 // One work item, at its place in the work list; all 0: it did not run. python/preflash/cli/bench/

@@ -1,5 +1,6 @@
-// The block-sparse form of a custom mask, which a kernel reads beside the bits: each tile is empty,
-// full or partial. That is a property of the bits alone; bounds are the kernel's own.
+// Block-sparse form of a custom mask, which a kernel reads in addition to the bits: each tile is
+// empty, full or partial. That is a property of the bits alone; the kernel applies its bounds
+// itself.
 //
 // A request has a row of KV tiles, two bits each, for each of its tiles of packed rows, the same
 // for every KV head, and a row has whole words. The rows of a request follow each other, request
@@ -13,13 +14,13 @@
 namespace preflash {
 
 struct MaskTiles {
-  static constexpr int kBits = 2;  // of a tile
+  static constexpr int kBits = 2;  // bits per tile
   static constexpr int kWordTiles = 32 / kBits;
   // The lower bits of all tiles: a token keeps a key. The upper bit: all tokens keep all keys.
   static constexpr std::uint32_t kSome = 0x55555555;
 
-  // What a word of the tiles that keep something and of those that lack something makes, both in
-  // the lower bits.
+  // Packs one word. The lower bits of `some` mark tiles in which a token keeps a key, those of
+  // `missing` tiles in which a token does not keep one.
   PREFLASH_HD static constexpr std::uint32_t word_of(std::uint32_t some, std::uint32_t missing) {
     return some | (some & ~missing) << 1;
   }
@@ -30,7 +31,7 @@ struct MaskTiles {
   }
 };
 
-// Of the requests of one segment.
+// Shape of the mask tiles of one segment's requests.
 struct MaskTilesShape {
   std::int32_t rows_per_tile = 0;
   std::int32_t tile_keys = 0;

@@ -1,4 +1,4 @@
-// The options of one attention, the same for every request of a batch: what plan() is told beside
+// Options of one attention, the same for every request of a batch: what plan() takes besides
 // lengths. Everything that needs options embeds this struct, so that an option is declared once.
 #pragma once
 
@@ -27,12 +27,12 @@ struct RopeOptions {
   friend bool operator==(const RopeOptions&, const RopeOptions&) = default;
 };
 
-// Whether a launch may first make copies of what its kernel would convert again for every query
-// tile (core/prepass.h).
+// Use of a prepass: copies, made before the kernel runs, of what it would otherwise convert again
+// for every query tile (core/prepass.h).
 enum class Prepass : std::uint8_t {
-  kAuto,    // where it is faster, as far as the workspace reaches
+  kAuto,    // if it is faster, as far as the workspace reaches
   kNever,   // results do not depend on the batch, or heads have factors
-  kAlways,  // wherever the options have such a form and the workspace has room
+  kAlways,  // if the options have such a form and the workspace has room
 };
 
 struct AttentionOptions {
@@ -64,8 +64,8 @@ struct AttentionOptions {
   friend bool operator==(const AttentionOptions&, const AttentionOptions&) = default;
 };
 
-// What the options ask of the family, in the dtypes of the tensors: compiled_form() of it tells
-// what serves.
+// Returns the variant that the options ask of the family, in the dtypes of the tensors.
+// compiled_form() maps it to the variant that a kernel is compiled for.
 inline Variant variant_of(const AttentionOptions& options, Family family,
                           TileClass tile_class = TileClass::kPrefill) {
   return {.family = family,

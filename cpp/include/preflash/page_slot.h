@@ -1,4 +1,5 @@
-// Where append_paged_kv_cache puts a token: the one place that follows a page table for it.
+// Page and slot to which append_paged_kv_cache writes a token. No other code follows a page table
+// for it.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,9 @@ struct PageSlot {
   }
 };
 
-// Padding goes nowhere. Nor does what the table has no place for, which the caller is told of where
-// somebody looks (PREFLASH_DEBUG=1): a kernel cannot say so, but it must not write elsewhere.
+// Returns page -1 for padding, and for a token that the table has no place for: a kernel cannot
+// report an error, but it must not write elsewhere. PREFLASH_DEBUG=1 reports the latter to the
+// caller.
 PREFLASH_HD inline PageSlot page_slot(const AppendParams& params, std::int64_t token) {
   const std::int64_t request = index_at(params.batch_indices, token);
   const std::int64_t position = index_at(params.positions, token);
@@ -33,7 +35,7 @@ PREFLASH_HD inline PageSlot page_slot(const AppendParams& params, std::int64_t t
   if (position < 0 || position > INT32_MAX) return {};
   const std::int32_t nth = static_cast<std::int32_t>(position) / params.page_size;
   const std::int64_t entry = index_at(params.page_indptr, request) + nth;
-  // The entry behind a request's last one is the next request's page.
+  // The entry past a request's last one is the next request's page.
   if (entry < 0 || entry >= index_at(params.page_indptr, request + 1)) return {};
   if (entry >= params.page_indices.count) return {};
   const std::int64_t page = index_at(params.page_indices, entry);

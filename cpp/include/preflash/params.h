@@ -1,5 +1,5 @@
-// What a launch hands to a kernel, on the GPU and on the CPU alike. Strides are in elements; the
-// last dimension is always contiguous. Every offset is formed in 64 bits.
+// Parameters of kernel launches, on the GPU and on the CPU alike. Strides are in elements; the last
+// dimension is always contiguous. Every offset is formed in 64 bits.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct KvTensor {
   std::int64_t num_tokens = 0;  // of one page: ragged, of the whole tensor
 };
 
-// What is told of a row's softmax.
+// Form in which a kernel returns a row's softmax statistics.
 enum class LseForm : std::uint8_t {
   kLogSum,  // one number: the log-sum-exp of all logits
   // Two adjacent numbers of those of keys: the largest logit, and the sum of exp(logit - largest);
@@ -51,18 +51,19 @@ struct LseTensor {
   PREFLASH_HD constexpr int values() const { return form == LseForm::kMaxAndSum ? 2 : 1; }
 };
 
-// What few runs bring beside q, k and v. All addresses are of the launch's device; null: absent.
+// Optional inputs of a run besides q, k and v. All addresses are of the launch's device; null:
+// absent.
 struct RunExtras {
   // Packed custom mask, little bit order. 4-byte aligned, since kernels read words, and at least 8
   // readable bytes follow the last request's bits.
   const std::uint8_t* mask_bits = nullptr;
-  // Their tiles (mask_tiles.h), where the kernel reads them. A run that brings its mask
-  // brings memory for them, which the launch fills; null: those of the plan.
+  // Mask tiles (mask_tiles.h), for kernels that read them. A run with a mask of its own brings
+  // memory for them, which the launch fills; null: the tiles of the plan.
   std::uint32_t* mask_tiles = nullptr;
   // [num_qo_heads], natural logarithms: one more logit of every row of a head, not scaled, whose
   // key has no value. It counts once, however the keys are split, and in the LSE.
   const float* sinks = nullptr;
-  // fp8 operands: what their elements stand for is multiplied by the factor of their head.
+  // fp8 operands: each element is multiplied by the scale of its head.
   const float* scale_q = nullptr;  // [num_qo_heads]
   const float* scale_k = nullptr;  // [num_kv_heads]
   const float* scale_v = nullptr;  // [num_kv_heads]
@@ -78,7 +79,7 @@ enum class Heads : std::uint8_t { kQuery, kKeyValue };
 using HeadTensorField = const float* RunExtras::*;
 
 // The tensors of a run that hold one float32 for each head, as the binding takes them and a launch
-// keeps its outputs apart from them. preflash._arguments.PER_HEAD says the same to Python.
+// keeps its outputs apart from them. preflash._check.arguments.PER_HEAD says the same to Python.
 struct HeadTensor {
   const char* name;
   HeadTensorField address;
@@ -105,7 +106,7 @@ struct ForwardSegment : AttentionOptions {
 
   RunExtras extras;
   const std::int64_t* mask_tiles_begin = nullptr;  // [requests]: each one's first word
-  // What this segment's items with a partial_row write.
+  // Outputs of the items that have a partial_row.
   float* partial_o = nullptr;         // [partial rows, head_dim_vo]
   PartialLse* partial_lse = nullptr;  // [partial rows]
 
@@ -124,14 +125,14 @@ struct ForwardParams {
 
   std::int32_t num_segments = 1;
   ForwardSegment segments[kMaxSegments];
-  // Those that the segments were planned for. The host's alone.
+  // Kernels that the segments were planned for; only the host reads them.
   const ForwardKernel* kernels[kMaxSegments] = {};
   // Not null: item i's record goes to [i * ctas_per_item + part of its columns].
   ItemRecord* records = nullptr;
 };
 
 // Writes the lengths that are on the device into a plan's requests: the plan was made for longer
-// ones. What lies beyond `max_` or the tensors is cut off.
+// ones. Lengths past `max_` or the tensors are cut off.
 struct RequestLengths {
   RequestInfo* requests = nullptr;          // [num_requests]
   const std::int32_t* qo_indptr = nullptr;  // [num_requests + 1]

@@ -1,5 +1,6 @@
-// What the planner writes and everybody downstream reads: the work list and its index, laid out in
-// one int workspace (uploaded to the GPU as one copy) and one float workspace (split-KV partials).
+// Output of the planner, which everything downstream reads: the work list and its index, laid out
+// in one int workspace (uploaded to the GPU as one copy) and one float workspace (split-KV
+// partials).
 #pragma once
 
 #include <cstddef>
@@ -24,13 +25,13 @@ struct alignas(16) RequestInfo {
 };
 static_assert(sizeof(RequestInfo) == 32);
 
-// The request with as many keys as it has `now`, at most those that were planned.
+// Returns the request with `now` keys, at most those that were planned.
 PREFLASH_HD constexpr RequestInfo with_keys(RequestInfo request, std::int32_t now) {
   if (now < request.kv_len) request.kv_len = now > 0 ? now : 0;
   return request;
 }
 
-// Which keys the rows of a request keep, custom masks aside.
+// Returns the bounds of the keys that the rows of a request keep, without its custom mask.
 PREFLASH_HD constexpr MaskBounds bounds_of(const AttentionOptions& options,
                                            const RequestInfo& request) {
   return {.qo_len = request.qo_len,
@@ -104,7 +105,8 @@ struct Offset {
   friend bool operator==(const Offset&, const Offset&) = default;
 };
 
-// What only one segment's items use. Its partial rows are numbered from 0.
+// Parts of the workspaces that only one segment's items use. Each segment numbers its partial rows
+// from 0.
 struct SegmentLayout {
   Offset<MergeItem> merges;  // [num_merges]
   Offset<float> partial_o;   // [num_partial_rows, head_dim_vo], each normalised by its own sum

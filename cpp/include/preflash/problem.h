@@ -1,5 +1,4 @@
-// What a caller asks for, as the planner sees it: host-visible lengths and the properties of one
-// launch, segment by segment.
+// Input of the planner: host-visible lengths and the properties of one launch, segment by segment.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@ struct SegmentProblem : AttentionOptions {
   std::span<const std::int32_t> page_begin;
   std::span<const std::int64_t> mask_indptr;  // [batch + 1], bytes; empty: no custom mask
   std::int32_t page_size = 0;                 // 0: ragged
-  // Whether the lengths are only the longest that there may be: the device knows those of a run.
+  // True if the lengths are upper bounds: only the device knows the lengths of a run.
   bool are_bounds = false;
 
   // Chunks are planned for the keys that a window keeps at the longest length. At a shorter one it

@@ -14,7 +14,7 @@
 
 namespace preflash {
 
-// What a caller names.
+// Returns the name by which a caller selects the family.
 constexpr std::string_view backend_of(Family family) { return traits_of(family).backend; }
 
 template <class T>

@@ -10,17 +10,17 @@ namespace preflash {
 
 struct ForwardParams;
 
-// What the matrix products of a kernel compute in, where keys have 8 bits. Those are exact in
-// either 16-bit dtype. Where the queries do not choose, that is float16: a tensor core multiplies
-// both equally fast, and the softmax's weights keep three bits more than bfloat16 has.
+// Returns the dtype of a kernel's matrix products for keys of 8 bits, which float16 and bfloat16
+// both represent exactly. It is float16 unless the queries choose: a tensor core multiplies both
+// equally fast, and float16 keeps three more bits of the softmax's weights.
 constexpr DType product_dtype(Family family, DType q_dtype) {
   const bool queries_choose =
       size_of(q_dtype) == 2 && traits_of(family).widening == Widening::kToQueries;
   return queries_choose ? q_dtype : DType::kFloat16;
 }
 
-// What a kernel of the wanted family is compiled for, to serve a variant whose dtypes and position
-// are those of the tensors. Of itself it is what it is.
+// Returns the variant that a kernel of the wanted family is compiled for, to serve `wanted`, which
+// has the dtypes and position of the tensors. A compiled form is its own compiled form.
 constexpr Variant compiled_form(Variant wanted) {
   if (traits_of(wanted.family).segments == OptionChoice::kRunTime) wanted.segments = Segments::kOne;
   if (traits_of(wanted.family).operands == Operands::kStored) return wanted;
@@ -40,14 +40,15 @@ constexpr Variant compiled_form(Variant wanted) {
   return wanted;
 }
 
-// Whether a kernel has its options only where the launch asks for them: those of two and more,
-// which serve every combination of theirs ([[options]] of forward.toml), and all of some families.
+// True if a kernel applies an option only to launches that ask for it: kernels of two or more
+// options, which serve every combination of theirs ([[options]] of forward.toml), and all kernels
+// of some families.
 constexpr bool options_at_run_time(const Variant& compiled) {
   return traits_of(compiled.family).options == OptionChoice::kRunTime || num_options(compiled) > 1;
 }
 
-// Whether a kernel whose value on the axis of an option is `has` serves a launch that wants
-// `wanted`; `without`: the value of neither.
+// True if a kernel whose value on the axis of an option is `has` serves a launch that wants
+// `wanted`; `without` is the axis's value for no such option.
 template <class Value>
 constexpr bool serves_option(const Variant& compiled, Value has, Value wanted, Value without) {
   if (has == wanted || traits_of(compiled.family).options == OptionChoice::kRunTime) return true;
@@ -59,15 +60,14 @@ struct TileShape {
   int n = 0;       // keys
   int stages = 1;  // K/V tiles in flight
   int warps = 4;
-  // What the launch bounds promise; the planner fills num_sms * ctas_per_sm slots.
+  // Promised by the launch bounds; the planner fills num_sms * ctas_per_sm slots.
   int ctas_per_sm = 1;
 };
 
 // Device-side errors travel as text: nullptr means that the launch was accepted.
 using LaunchError = const char*;
 
-// Where a launch runs: on a GPU and its stream, or on so many threads of the CPU, the caller's
-// included.
+// Target of a launch: a GPU and its stream, or a number of CPU threads, the caller's included.
 struct LaunchTarget {
   int device = -1;  // CUDA ordinal; -1: the CPU
   void* stream = nullptr;
@@ -78,7 +78,7 @@ struct LaunchTarget {
 using ForwardLaunch = LaunchError (*)(const ForwardParams& params, int num_ctas,
                                       const LaunchTarget& target);
 
-// How a kernel with mask bits knows which tiles they leave.
+// Use of mask tiles by a kernel with mask bits.
 enum class MaskTileUse : std::uint8_t {
   kUnused,  // it looks at the bits of every tile
   kUsed     // it reads which are empty, full or partial (mask_tiles.h)
@@ -90,19 +90,19 @@ struct ForwardKernel {
   TileShape tile;
   int smem_bytes = 0;  // dynamic shared memory of one CTA
   ForwardLaunch launch = nullptr;
-  FamilyTraits traits = traits_of(variant.family);  // what the planner goes by
+  FamilyTraits traits = traits_of(variant.family);  // traits that the planner uses
   int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
   MaskTileUse mask_tile_use = MaskTileUse::kUnused;
   Tracing tracing = Tracing::kNone;
 
-  // Of one of the launch's segments.
+  // Returns the tile shape for one of the launch's segments.
   const TileShape& tile_of(int segment) const {
     return variant.segments == Segments::kTwo && segment == 1 ? second_tile : tile;
   }
 };
 
-// What a kernel library exports, through `extern "C" const KernelLibrary*
+// Table that a kernel library exports through `extern "C" const KernelLibrary*
 // preflash_kernel_library()`.
 struct KernelLibrary {
   int abi_version = 0;
