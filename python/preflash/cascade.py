@@ -35,7 +35,7 @@ __all__ = [
 
 _State = tuple[torch.Tensor, torch.Tensor]  # v and s
 
-# What plan() of one level takes, and what plan() of the cascade calls one for each level.
+# Arguments of plan() of one level, and the names of their lists in plan() of the cascade.
 _TABLES = {
     "qo_indptr": "qo_indptr_arr",
     "paged_kv_indptr": "paged_kv_indptr_arr",
@@ -104,7 +104,7 @@ def merge_state_in_place(
         check.has_shape("mask", mask, (v.shape[0],), "[seq_len]")
         check.on_device("mask", mask, v.device)
         mask = mask.contiguous()
-    # What was not contiguous is a copy by now. A state may be merged with itself: rows are read
+    # Non-contiguous inputs are copies here. A state may be merged with itself: rows are read
     # before they are written.
     read = [("v_other", other[0]), ("s_other", other[1])]
     check.apart([("v", v), ("s", s)], read if mask is None else [*read, ("mask", mask)])
@@ -161,7 +161,7 @@ def _merge(
     into: _State | None = None,
     mask: torch.Tensor | None = None,
 ) -> _State:
-    """One state of every token and another, or those of every token; into a new one by default."""
+    """Merges two states per token, or all states of each token; into a new one by default."""
     v, s = states
     tokens, heads, head_dim = v.shape[0], v.shape[-2], v.shape[-1]
     if into is None:
@@ -231,7 +231,7 @@ class MultiLevelCascadeAttentionWrapper:
         ]
         if use_cuda_graph:
             check_levels_apart("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr)
-        self._in_step = True  # whether all levels have the plan of one call
+        self._in_step = True  # False: the levels' plans are not of one call
 
     def __copy__(self) -> MultiLevelCascadeAttentionWrapper:
         """Another wrapper with the same plan and float workspace; each plans for itself."""
@@ -334,9 +334,9 @@ class MultiLevelCascadeAttentionWrapper:
 
 
 class _SharedPrefixWrapper:
-    """What both wrappers of a shared prefix have: one for the requests' own pages, and a merge."""
+    """Base of both shared-prefix wrappers: a wrapper for the requests' own pages, and a merge."""
 
-    _kind: type[BatchPrefillWithPagedKVCacheWrapper]  # of the wrapper of the pages
+    _kind: type[BatchPrefillWithPagedKVCacheWrapper]  # class of the requests' own wrapper
 
     @tells_nearest
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
@@ -354,7 +354,7 @@ class _SharedPrefixWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
-        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        """Replaces both workspaces, as in BatchPrefillWithPagedKVCacheWrapper."""
         self._own.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward

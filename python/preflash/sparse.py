@@ -20,7 +20,7 @@ from ._wrap.paged import OverPages, Pages
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
 
-# What the pages' wrapper calls the arguments of plan().
+# Names of plan()'s arguments here, by those of the paged wrapper's plan().
 _NAMES = {
     "paged_kv_indptr": "indptr",
     "paged_kv_indices": "indices",
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 class _BlockSparse(OverPages):
-    """What both wrappers share: a paged wrapper whose pages are blocks of keys."""
+    """Base of both wrappers: a paged wrapper whose pages are blocks of keys."""
 
     @tells_nearest
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
@@ -40,7 +40,7 @@ class _BlockSparse(OverPages):
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
-        """As in BatchPrefillWithPagedKVCacheWrapper."""
+        """Replaces both workspaces, as in BatchPrefillWithPagedKVCacheWrapper."""
         self._pages.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def run_return_lse(
@@ -240,7 +240,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         return k.unflatten(0, blocks), v.unflatten(0, blocks)
 
     def _converted(self, result: Result, out: torch.Tensor | None) -> Result:
-        """As o_data_type, where the kernels write another dtype."""
+        """Converts the output to o_data_type, where the kernels write another dtype."""
         if self._o_dtype is None:
             return result
         computed = result[0] if isinstance(result, tuple) else result
@@ -439,7 +439,7 @@ def _check_copied_into(
     read: dict[str, torch.Tensor],
     **written: tuple[torch.Tensor | None, torch.dtype, list[tuple[int, ...]]],
 ) -> None:
-    """What results are copied into, with its dtype and the shapes that it may have."""
+    """Checks outputs that results are copied into; each with its dtype and its allowed shapes."""
     others = dict(read)
     for name, (value, dtype, shapes) in written.items():
         if value is None:

@@ -1,5 +1,5 @@
-"""What callers gave, before any check. calls.py has the parameters of plan(), forward() and the
-single functions; here are those of run(), and what calls have in common."""
+"""Arguments as callers gave them, before any check. calls.py has the parameters of plan(),
+forward() and the single functions; this module has those of run(), and what all calls share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Arguments = TypeVar("Arguments")
 
 
 class CheckedAlone(NamedTuple):
-    """An option that one check takes, without others."""
+    """An option whose check needs no other option."""
 
     name: str
     check: Callable[[str, Any], Any]
-    field: str  # of AttentionOptions, which the check returns; "": none
-    default: Any  # of a call that has no such parameter
+    field: str  # of AttentionOptions, gets the result of the check; "": none
+    default: Any  # for a call without this parameter
 
 
 def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
@@ -66,17 +66,17 @@ class PerHead(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether heads have factors."""
+        """True if any per-head scale factor is given."""
         return not (self.scale_q is None and self.scale_k is None and self.scale_v is None)
 
 
 def scales_of(a: Any) -> GivenScales:
-    """From a call that has all three arguments."""
+    """Returns the GivenScales of a call that has all three arguments."""
     return GivenScales(a.q_scale, a.k_scale, a.v_scale)
 
 
 def per_head_of(a: Any) -> PerHead:
-    """From a call that has all of these arguments."""
+    """Returns the PerHead of a call that has all of these arguments."""
     return PerHead(*_per_head_of(a))
 
 
@@ -86,10 +86,10 @@ _per_head_of = operator.attrgetter(*PerHead._fields)
 class HeadTensor(NamedTuple):
     """Describes a tensor of PerHead, for its checks and for the table of features."""
 
-    heads: str  # the option that tells how many elements it has
+    heads: str  # the option that sets its number of elements
     element: str
     why_float32: str
-    of: str | None  # the fp8 operand that it is for; None: it goes with every run
+    of: str | None  # the fp8 operand that it scales; None: it goes with every run
 
 
 _LOGITS = ("one logit per query head", "natural logarithms, like logits")
@@ -104,12 +104,12 @@ PER_HEAD = PerHead(
 
 
 class RunArguments(NamedTuple):
-    """What a run() has beside tensors where it is not the usual one."""
+    """Arguments of a run() besides q, k, v and outputs, for runs off the fast path."""
 
     scales: GivenScales
     window_left: int | None = None
     per_head: PerHead = PerHead()
-    sm_scale: Scale = None  # None: that of the plan
+    sm_scale: Scale = None  # None: the plan's
     skip_factor: float = 0.0  # checked
 
 
@@ -121,7 +121,7 @@ class RunKeywords(TypedDict, total=False):
     scale_v: torch.Tensor | None
     window_left: int | None
     skip_softmax_threshold_scale_factor: float | None
-    # Of these this build serves the neutral values alone.
+    # This build serves only the neutral values of these.
     enable_pdl: bool | None
     kv_cache_sf: torch.Tensor | None
     o_scale: float | None
@@ -129,8 +129,8 @@ class RunKeywords(TypedDict, total=False):
     uses_spcompress: bool | None
 
 
-# What run() of the batch wrappers has beside tensors of the batch and outputs, as it was called.
-# extra: what stands behind the tensors by position.
+# Arguments of run() of the batch wrappers, as called, without tensors of the batch and outputs.
+# extra: positional arguments after the tensors.
 _GIVEN = ("extra", "q_scale", "k_scale", "v_scale", "sinks", *RunKeywords.__annotations__)
 RunOptions = namedtuple("RunOptions", _GIVEN, defaults=((), *[None] * (len(_GIVEN) - 1)))
 
@@ -138,8 +138,8 @@ RunOptions = namedtuple("RunOptions", _GIVEN, defaults=((), *[None] * (len(_GIVE
 def taken_by_position(
     given: RunOptions, return_lse: Any, names: tuple[str, ...]
 ) -> tuple[RunOptions, Any]:
-    """A run() with what stands behind the tensors by position, and its return_lse: `names`, of
-    which return_lse is the last, or in the newer order scale_q, scale_k and scale_v."""
+    """Names the positional arguments after the tensors: returns the options and return_lse.
+    Their order is `names`, which ends with return_lse, or the newer scale_q, scale_k, scale_v."""
     args = given.extra
     last = len(names) - 1
     if len(args) > last and isinstance(args[last], (torch.Tensor, float)):
@@ -160,7 +160,7 @@ def taken_by_position(
         return given._replace(extra=(), **found), return_lse
     found = {n: value for n, value in zip(names, args, strict=False) if value is not None}
     for name in found:
-        # return_lse=False by name cannot be told from its default.
+        # return_lse=False by name looks like its default.
         if return_lse if name == "return_lse" else getattr(given, name) is not None:
             raise TypeError(f"run() got multiple values for argument {name!r}")
     return_lse = found.pop("return_lse", return_lse)

@@ -18,7 +18,7 @@ _batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
 
 
 def debugging() -> bool:
-    """PREFLASH_DEBUG=1: also check what lies on the GPU, at the cost of waiting for it."""
+    """True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it."""
     return os.environ.get("PREFLASH_DEBUG", "0") not in ("", "0")
 
 
@@ -35,7 +35,7 @@ class PageList(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What plan() says about lengths, and where the keys are."""
+    """Lengths of the requests of one plan(), and the pages that hold their keys."""
 
     batch: _core.Batch
     pages: PageList | None  # None: ragged
@@ -112,7 +112,7 @@ def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) 
 
 
 def _on_host(arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Contiguous, on the CPU. Those on the GPU come over together: one copy, one wait."""
+    """Returns the arrays contiguous on the CPU. Those on the GPU take one copy and one wait."""
     remote = [array for array in arrays if not array.is_cpu]
     pieces = iter(torch.cat(remote).cpu().split([x.numel() for x in remote]) if remote else ())
     return [array.contiguous() if array.is_cpu else next(pieces) for array in arrays]
@@ -126,7 +126,7 @@ def batch_of(
     page_size: int,
     are_bounds: bool = False,
 ) -> _core.Batch:
-    """Of contiguous int32 arrays on the CPU; page_size 0, without last_page_len: ragged."""
+    """Makes a Batch of contiguous int32 CPU arrays. Ragged: page_size 0 and no last_page_len."""
     last = 0 if last_page_len is None else last_page_len.data_ptr()
     requests = qo_indptr.numel() - 1
     begins = qo_indptr.data_ptr(), kv_indptr.data_ptr()
@@ -268,7 +268,7 @@ def upper_bounds(
 def check_hints(
     a: BatchArguments, lengths: Lengths, options: _core.AttentionOptions, device: torch.device
 ) -> None:
-    """Arguments that repeat the lengths must agree with them."""
+    """Raises ValueError if arguments that repeat the lengths contradict them."""
     batch = lengths.batch
     if a.seq_lens_q is not None:
         _check_lengths("seq_lens_q", a.seq_lens_q, batch, device)
@@ -328,8 +328,8 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
 def _check_indptr(
     name: str, value: Any, of: str, planned: list[int], per_token: int, device: torch.device
 ) -> None:
-    """In tokens or in elements. Those on the GPU are read: another layout would be another result,
-    not a mistake."""
+    """Checks an indptr in tokens or in elements. Reads it from the GPU too: other offsets would be
+    another layout, with another result."""
     given = check.index_array(name, value, device).cpu().to(torch.int64)
     wanted = torch.tensor(planned, dtype=torch.int64, device="cpu")
     if not given.equal(wanted) and not given.equal(wanted * per_token):

@@ -25,14 +25,14 @@ _CONSTANT = frozenset((int, float, bool, str, type(None), torch.dtype))
 
 
 class BatchOptions(NamedTuple):
-    """What the options of a wrapper's plan() come to."""
+    """Checked options of a wrapper's plan()."""
 
     options: _core.AttentionOptions
-    masked: bool  # whether there is a custom mask
-    causal: bool  # as given: the options have none beside a custom mask
-    logits_soft_cap: float  # as given: the options have it in float32
-    q_given: torch.dtype | None  # of queries that every run converts; None: of none
-    scales: Scales  # where plan() is given no sm_scale
+    masked: bool  # with a custom mask
+    causal: bool  # as given; in the options it is off with a custom mask
+    logits_soft_cap: float  # as given; in the options it is float32
+    q_given: torch.dtype | None  # of queries that every run converts; None: no conversion
+    scales: Scales  # for a plan() without sm_scale
 
 
 def batch_options(a: calls.BatchArguments) -> BatchOptions:
@@ -46,13 +46,13 @@ def batch_options(a: calls.BatchArguments) -> BatchOptions:
         return found
     try:
         found = _remembered(*given)
-    except TypeError:  # not to be remembered, or wrong: the checks say so
+    except TypeError:  # not cacheable, or wrong: then the checks raise
         return _checked(*given)
     _last = (given, found)
     return found
 
 
-# What _remembered() was asked last, and its answer: the same objects cost no hash.
+# Last arguments and result of _remembered(): the same objects need no hash.
 _last: tuple[tuple, BatchOptions | None] = ((), None)
 
 
@@ -154,7 +154,7 @@ def single_key(a: calls.SingleArguments) -> tuple:
 
 
 def has_mask(a: Any) -> bool:
-    """Whether a call has a custom mask, or items that are one."""
+    """True if a call has a custom mask, or the items of multi-item scoring, which form one."""
     if a.custom_mask is not None or a.packed_custom_mask is not None:
         return True
     return getattr(a, "prefix_len_ptr", None) is not None
@@ -170,7 +170,7 @@ def check_neutral(options: dict[str, Any]) -> None:
 
 
 def options_of(a: Any) -> dict[str, Any]:
-    """What decides the plan of a call, by name."""
+    """Options that decide the plan of a call, by name."""
     return {name: getattr(a, name) for name in a.OPTIONS}
 
 
@@ -184,7 +184,7 @@ def check_unserved(a: RunOptions) -> None:
 
 
 def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
-    """Where an option has two names, by the first."""
+    """Merges aliases into the canonical name of each option."""
     for alias, name in calls.ALIASES.items():
         if alias in options:
             options[name] = check.alias(name, options[name], alias, options.pop(alias))
@@ -194,8 +194,8 @@ def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
 def _attention_options(
     options: dict[str, Any], masked: bool, q: tuple[str, Any], kv: tuple[str, Any], **known: int
 ) -> _core.AttentionOptions:
-    """q, kv: an argument that gives a dtype, and the dtype. known: fields that no option of the
-    call says."""
+    """Checks options and makes AttentionOptions of them. q, kv: name and value of a dtype argument.
+    known: fields that no option of the call sets."""
     check_neutral(options)
     encoding = check.position_encoding(
         options["pos_encoding_mode"], options["rope_scale"], options["rope_theta"]

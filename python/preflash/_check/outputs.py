@@ -1,4 +1,4 @@
-"""Where the results of run() go, and in which form the log-sum-exp is wanted."""
+"""Outputs of run(): the caller's buffers, and the base and layout of the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _new_tuple = tuple.__new__
 
 
 def outputs_of(a: Any) -> Outputs:
-    """Those of a call that has all of run()'s."""
+    """Outputs from a call's out, lse, return_lse, lse_base and lse_layout."""
     return run_outputs(a.out, a.lse, a.return_lse, a.lse_base, a.lse_layout)
 
 

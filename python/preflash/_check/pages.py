@@ -1,4 +1,4 @@
-"""The checks of preflash.page: what of its arguments can be seen without a wait for the GPU."""
+"""Checks of preflash.page's arguments, as far as they need no wait for the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def may_be_read(array: torch.Tensor) -> bool:
-    """Whether its values are there without a wait, or the wait is wanted."""
+    """True if the values are readable without a device sync, or under PREFLASH_DEBUG."""
     return array.is_cpu or debugging()
 
 
@@ -20,7 +20,7 @@ def _first(wrong: torch.Tensor) -> int | None:
 
 
 def _rising(name: str, indptr: torch.Tensor) -> torch.Tensor:
-    """The steps of an indptr, none of which falls."""
+    """Returns the steps of an indptr. Raises ValueError if one is negative."""
     steps = indptr.diff()
     if int(indptr[0]) < 0 or bool((steps < 0).any()):
         raise ValueError(
@@ -66,7 +66,7 @@ def in_use(indices: torch.Tensor, indptr: torch.Tensor) -> None:
 
 
 def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
-    """How many tokens are appended."""
+    """Checks the appended rows of k or v against the cache; returns the number of tokens."""
     check.tensor(name, given)
     for what, value in ((name, given), ("the cache", pool)):
         if value.is_conj() or value.is_quantized:
@@ -102,7 +102,7 @@ def one_per_request(name: str, value: torch.Tensor, indptr_name: str, indptr: to
 
 
 def places(batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Every token of a request lies within its length."""
+    """Checks that every token of a request lies within the request's length."""
     owned = batch_indices >= 0
     request, position = batch_indices[owned].long(), positions[owned]
     if request.numel() == 0:

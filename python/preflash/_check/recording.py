@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import _core
 
-# How C++ reads tensors, asks the same and tells what it has written.
+# For C++: reads tensors, asks about tracing and autograd, and reports what was written.
 TORCH = _core.Torch(
     torch.Tensor,
     jit_is_tracing,
@@ -171,11 +171,11 @@ def _not_traceable(tracer: str) -> NotImplementedError:
 
 @eager
 def _recorder() -> str | None:
-    """Of torch's own modes, the kind of the one that records operations."""
+    """Kind of the torch mode that records operations: "PROXY" or "FAKE"; None without one."""
     from torch.fx.experimental import proxy_tensor
 
     active, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
-    # Also tells modes that record before dispatch.
+    # get_proxy_mode() also finds modes that record before dispatch.
     find = getattr(proxy_tensor, "get_proxy_mode", lambda: active(keys.PROXY))
     if find() is not None:
         return "PROXY"

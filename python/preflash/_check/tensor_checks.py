@@ -1,5 +1,5 @@
-"""Checks of one tensor: memory behind it, where it is, how it looks, what it shares. And values as
-errors spell them."""
+"""Checks of one tensor: its memory, device, dtype, shape and aliasing. Also formats values for
+error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kind_of(value: Any) -> str:
 
 
 def start_of(value: Any) -> str:
-    """repr, but of a tensor what it is: its numbers may lie in freed memory, or be waited for."""
+    """repr; for a tensor shape and dtype: its numbers may be in freed memory, or need a wait."""
     try:
         if isinstance(value, torch.Tensor):
             return f"{tuple(value.shape)} {value.dtype}"
@@ -50,7 +50,7 @@ def is_tensor(name: str, value: Any) -> torch.Tensor:
 
 @eager
 def tensor(name: str, value: Any) -> torch.Tensor:
-    """A tensor whose elements all have memory that may be read as they are."""
+    """Checks that all elements of a tensor have memory that may be read as it is."""
     if not isinstance(value, Tensor):
         is_tensor(name, value)
     negative = False
@@ -75,7 +75,7 @@ def tensor(name: str, value: Any) -> torch.Tensor:
 
 @eager
 def bytes_reached(value: torch.Tensor) -> int:
-    """How much of its storage a tensor needs: up to the end of its last element."""
+    """Bytes from the start of a tensor's storage to the end of its last element."""
     last = value.storage_offset()
     if value.is_contiguous():  # the usual case, and the fastest
         return last * value.itemsize + value.nbytes if last else value.nbytes
@@ -86,7 +86,7 @@ def bytes_reached(value: torch.Tensor) -> int:
 
 @eager
 def _no_memory(name: str, value: torch.Tensor) -> Exception:
-    """Why `tensor` refuses, in words."""
+    """Returns the error for a tensor that `tensor` refuses."""
     if value.is_nested:
         return TypeError(
             f"{name} is a nested tensor ({value.layout}); must be a dense one, with strides: pass "
@@ -141,7 +141,7 @@ def address(value: torch.Tensor) -> int:
 def apart(
     written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
-    """Contiguous tensors that are written must share no memory, with each other or with others.
+    """Raises ValueError if contiguous tensors that are written share memory with other tensors.
 
     The same elements at the same addresses are one tensor with two names; whether that is right
     is for the caller to know.
@@ -149,7 +149,7 @@ def apart(
     spans = [(name, x, x.data_ptr(), x.data_ptr() + x.nbytes) for name, x in (*written, *others)]
     for i, (name, value, begin, end) in enumerate(spans[: len(written)]):
         for other_name, other, other_begin, other_end in spans[i + 1 :]:
-            # Empty ones lie nowhere.
+            # Empty tensors share nothing.
             shared = begin < end > other_begin < other_end > begin
             if shared and not _same_place(value, other):
                 raise ValueError(
@@ -175,7 +175,7 @@ def on_cpu_or(name: str, value: torch.Tensor, device: torch.device) -> None:
 
 
 def integers(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """Of any integer dtype and shape, on the CPU or on `device`."""
+    """Checks a tensor of any integer dtype and shape, on the CPU or on `device`."""
     on_cpu_or(name, is_tensor(name, value), device)
     tensor(name, value)
     if value.dtype not in _INTEGERS:
@@ -189,7 +189,7 @@ def index_array(
     device: torch.device,
     dtypes: Sequence[torch.dtype] = (torch.int32,),
 ) -> torch.Tensor:
-    """Lengths, an indptr or pages: one-dimensional, on the CPU or on `device`."""
+    """Checks lengths, an indptr or pages: one-dimensional, on the CPU or on `device`."""
     value = tensor(name, value)
     if value.dtype not in dtypes:
         allowed = " or ".join(map(str, dtypes))
@@ -202,7 +202,7 @@ def index_array(
 def page_table(
     name: str, value: Any, shape: tuple[int, int], device: torch.device, why: str = ""
 ) -> torch.Tensor:
-    """int32 on the CPU or on `device`; shape: [batch_size, the pages that it has at least]."""
+    """Checks a page table: int32, on the CPU or on `device`; shape: [batch_size, minimum pages]."""
     table = tensor(name, value)
     has_dtype(name, table, torch.int32, "page numbers")
     batch_size, pages = shape
@@ -222,7 +222,7 @@ def output(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """out, where a kernel writes it."""
+    """Checks `out`, which a kernel writes in place."""
     tensor("out", value)
     has_shape("out", value, shape, meaning)
     has_dtype("out", value, dtype, "o_data_type, which is q's dtype but for fp8")
@@ -272,7 +272,7 @@ def contiguous_rows(name: str, value: torch.Tensor) -> None:
 
 
 def rows(name: str, value: torch.Tensor) -> None:
-    """Contiguous last dimension and 16-byte strides: what a kernel that loads 16 bytes needs."""
+    """Checks for a contiguous last dimension and 16-byte strides, as kernels load 16 bytes."""
     contiguous_rows(name, value)
     item = value.element_size()
     for dim in range(value.dim() - 1):
@@ -300,7 +300,7 @@ def _aligned_rows(value: torch.Tensor) -> str:
 
 
 def not_overlapping(name: str, value: torch.Tensor) -> None:
-    """A tensor that is written must have one address per element."""
+    """Raises ValueError if elements of a tensor that is written may overlap."""
     reach = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride < reach:

@@ -26,8 +26,8 @@ def effective_strides(value: torch.Tensor) -> tuple[int, ...]:
 def bind(
     q: Any, kv: KvCache, outputs: Outputs, request: Request
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Every check of one run's tensors. Tells what a launch is bound to: the strides and extents of
-    q, k, v, out and lse, as _core.RunFunctions.check does, and where V begins in bytes."""
+    """Checks one run's tensors. Returns what a launch is bound to: the strides and extents of
+    q, k, v, out and lse, as _core.RunFunctions.check does, and the byte offset of V."""
     options = request.options
     q_strides = check_q(q, request)
     v_offset = 0
@@ -58,7 +58,7 @@ def check_q(q: Any, request: Request) -> tuple[int, int]:
     batch = request.lengths.batch
     if batch.exact_rows:
         check_decode_rows(q, batch.num_requests, max(batch.max_qo_len, 1))
-    # Rows of a prefill behind its last request are padding, which kernels neither read nor write.
+    # Rows of a prefill after its last request are padding, which kernels neither read nor write.
     rows = max(q.shape[0], request.qo_tokens) if q.dim() > 0 else request.qo_tokens
     wanted = (rows, options.num_qo_heads, options.head_dim_qk)
     meaning = "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned"
@@ -132,7 +132,7 @@ def _check_paged(cache: Any, request: Request) -> tuple[KvNumbers, KvNumbers, in
     k, v = kv_of(cache)
     of_k = _check_pages(names[0], k, options.head_dim_qk, request)
     of_v = _check_pages(names[1], v, options.head_dim_vo, request)
-    # An index that is in range for the one must be for the other, also where it lies on the GPU.
+    # A page index in range for k must be in range for v, also if the indices are on the GPU.
     if k.shape[0] != v.shape[0]:
         raise ValueError(
             f"{names[0]} has {k.shape[0]} pages and {names[1]} {v.shape[0]}; the page table "
@@ -174,7 +174,7 @@ def _layout_hint(value: torch.Tensor, wanted: tuple[int, ...], request: Request)
 
 
 def _token_first(strides: Sequence[int], request: Request) -> Sequence[int]:
-    """[token, head] of those of two dimensions that the layout orders."""
+    """[token, head] strides from those of two dimensions in the order of the layout."""
     return strides if request.kv_layout == "NHD" else strides[::-1]
 
 
@@ -249,7 +249,7 @@ def lse_shape(layout: str, tokens: int, request: Request) -> tuple[int, ...]:
 
 
 def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the stretches of memory that two tensors lie in meet."""
+    """True if the address ranges of two tensors overlap."""
     if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
     return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
@@ -260,13 +260,13 @@ def _end(value: torch.Tensor) -> int:
 
 
 def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v, of one tensor that holds both, too."""
+    """Returns k and v, also from one tensor that holds both."""
     return tuple(kv) if isinstance(kv, (tuple, list)) else (kv[:, 0], kv[:, 1])
 
 
 def refuse_shared(name: str, written: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """As the launch itself refuses it, where there are several: elements that two tensors have in
-    common. Parts of one packed tensor have none."""
+    """Raises ValueError if two tensors share elements. Repeats the check of a launch
+    for calls of several launches. Parts of one packed tensor share none."""
     if reaches_into(written, other) and _core.may_overlap(_strided(written), _strided(other)):
         raise ValueError(
             f"{name} shares memory with {other_name}, which would be overwritten while it is in "

@@ -39,7 +39,7 @@ SHORT_DTYPES = {
 FP8_QUERY = torch.float8_e4m3fn
 # Queries of this dtype are converted, which is exact, to that of the output.
 CONVERTED_QUERY = torch.float8_e5m2
-# What is written for such queries, the default first.
+# Output dtypes for fp8 queries, the default first.
 FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 POSITIONS = {
     "NONE": _core.Position.none,
@@ -49,7 +49,7 @@ POSITIONS = {
 # Angles are computed in float64. At 1024 radians a position an angle is off by 2^-25 at position
 # 2^17, as much as the rounding of its sine to float32.
 MOST_RADIANS = 1024.0
-ENCODING_MODES = tuple(POSITIONS)  # as FlashInfer numbers them
+ENCODING_MODES = tuple(POSITIONS)  # in FlashInfer's numbering
 MODE_OF = {position: mode for mode, position in POSITIONS.items()}
 KV_LAYOUTS = ("NHD", "HND")
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -65,7 +65,7 @@ LARGEST_SOFT_CAP = 1e30
 # 2^24 keys times a slope of 1, times 1e30, is 2e37.
 SMALLEST_BIASED_SCALE = 1e-30
 SMALLEST_SOFT_CAP = 1e-6
-# What takes a factor of each head where a scale of a run is one for the tensor.
+# Per-head counterparts of the scales of a run, which are one number per tensor.
 _OF_HEADS = {"q_scale": "scale_q", "k_scale": "scale_k", "v_scale": "scale_v"}
 LARGEST_WINDOW = 2**30  # kMaxRequestLength of the planner
 LSE_SCALES = {"log2": 1.0, "ln": math.log(2.0)}
@@ -188,7 +188,7 @@ def logits_scale(name: str, value: float, options: _core.AttentionOptions | None
 
 
 def soft_cap(name: str, value: Any) -> float:
-    """As a float; 0.0 is off, as is all below it."""
+    """Returns the soft cap as a float; None and values of 0 or less give 0.0, which is off."""
     if value is None:
         return 0.0
     value = max(real(name, value), 0.0) + 0.0  # -0.0 is 0.0
@@ -231,7 +231,7 @@ def query_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def converted_query_dtype(name: str, value: Any, kv: torch.dtype) -> torch.dtype:
-    """That which queries of float8_e5m2 are converted to: the output's."""
+    """Returns the dtype that float8_e5m2 queries are converted to: the output's."""
     found = FP8_OUTPUTS[0] if value is None else dtype(name, value)
     if found not in (torch.bfloat16, torch.float16):
         raise NotImplementedError(
@@ -244,7 +244,7 @@ def converted_query_dtype(name: str, value: Any, kv: torch.dtype) -> torch.dtype
 
 
 def kv_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
-    """Of k and v: q's, or 8 bits under wider queries."""
+    """Returns the dtype of k and v: q's, or fp8 for queries of a wider dtype."""
     found = dtype(name, value)
     if found == q or (found in FP8_DTYPES and q in WIDE_DTYPES):
         return found
@@ -270,8 +270,8 @@ def output_dtype(name: str, value: Any, q: torch.dtype) -> torch.dtype:
 
 
 class PositionEncoding(NamedTuple):
-    """Of AttentionOptions. The defaults are what None stands for, which callers pass without RoPE,
-    too."""
+    """Position encoding of AttentionOptions. None stands for the defaults, which callers may pass
+    without RoPE, too."""
 
     position: _core.Position
     rope_scale: float = 1.0
@@ -311,7 +311,7 @@ def _rope_option(name: str, value: Any) -> float:
 
 
 def skip_factor(value: Any) -> float:
-    """0.0 is off."""
+    """Returns the skip factor as a float; 0.0 is off."""
     name = "skip_softmax_threshold_scale_factor"
     factor = 0.0 if value is None else real(name, value)
     if factor < 0.0:
@@ -320,20 +320,20 @@ def skip_factor(value: Any) -> float:
 
 
 def permission(name: str, value: Any) -> None:
-    """enable_pdl and allow_fp16_qk_reduction permit something that the kernels may leave undone."""
+    """Checks a flag that has no effect: it permits what kernels may leave undone, as enable_pdl."""
     if value is not None:
         flag(name, value)
 
 
 def absent(**options: Any) -> None:
-    """Options of later releases: only their neutral values are accepted."""
+    """Refuses options of later releases; only None is accepted."""
     for name, value in options.items():
         if value is not None:
             raise NotImplementedError(f"{name} is not served by this build; leave it None")
 
 
 def neutral(name: str, value: Any, *values: Any) -> None:
-    """An option of other kernels that changes nothing if it is None or one of `values`."""
+    """Refuses an option of other kernels, unless it is None or one of the neutral `values`."""
     if value is None:
         return
     if isinstance(value, Tensor) or not any(_is_neutral(value, v) for v in values):
@@ -375,7 +375,7 @@ def nothing_more(function: str, extra: tuple[Any, ...]) -> None:
 
 
 def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
-    """One argument with two spellings."""
+    """Returns the value of an argument with two names. Raises TypeError if they contradict."""
     if other_value is None:
         return value
     if value is not None and not _equal(value, other_value):
@@ -387,7 +387,7 @@ def alias(name: str, value: Any, other_name: str, other_value: Any) -> Any:
 
 
 def _is_neutral(value: Any, other: Any) -> bool:
-    """Equal, with bools and numbers kept apart."""
+    """True if equal; a bool is never equal to a number."""
     return isinstance(plain(value), bool) == isinstance(other, bool) and _equal(value, other)
 
 

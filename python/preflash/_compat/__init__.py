@@ -1,4 +1,4 @@
-"""What flashinfer and serving engines expect beside the documented functions.
+"""Interfaces that flashinfer and serving engines expect besides the documented functions.
 
 patch               patch_flashinfer(): our functions in an installed flashinfer
 signatures          positional orders of later flashinfer releases; signatures that editors see

@@ -20,7 +20,7 @@ _REPLAN = "call plan() with what should change, or construct another wrapper"
 
 
 class told(property):  # noqa: N801, used like property
-    """A property whose assignment says why there is none."""
+    """A read-only property whose assignment raises AttributeError with the reason."""
 
     name = ""
 
@@ -35,8 +35,8 @@ class told(property):  # noqa: N801, used like property
 
 
 class announced(told):  # noqa: N801, used like property
-    """A told property that engines set, between replays of a graph, to what the plan that they are
-    about to make will tell."""
+    """A read-only property that engines set, between replays of a graph, to the value in the plan
+    that they are about to make."""
 
     def __set__(self, instance: object, value: Any) -> None:
         if not instance.is_cuda_graph_enabled:
@@ -44,7 +44,7 @@ class announced(told):  # noqa: N801, used like property
 
 
 class repeated(announced):  # noqa: N801, used like property
-    """An announced property that must stay as it is: engines set it to that, or to None."""
+    """An announced property that engines set only to its present value, or to None."""
 
     def __set__(self, instance: object, value: Any) -> None:
         super().__set__(instance, value)
@@ -86,8 +86,8 @@ class graph_buffer(told):  # noqa: N801, used like property
 def of_plan(
     path: str, before: Any = None, as_told: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], Any]:
-    """What a wrapper tells of its _wrap.state.Planned, by the attributes that lead there; before:
-    until the first plan(). as_told: what is told of what is there."""
+    """Getter for an attribute path on a wrapper's current plan (_wrap.state.Planned). Returns
+    `before` until the first plan(). as_told: converts the value."""
     find = operator.attrgetter(path)
 
     def tell(wrapper: Any) -> Any:
@@ -100,8 +100,8 @@ def of_plan(
 
 
 def forwards(part: str, *names: str, **renamed: str) -> Callable[[type], type]:
-    """Gives a class attributes of a part of it, to read and to set as there, under their names or
-    others."""
+    """Class decorator: forwards reads and writes of attributes to the object in `part`, under their
+    own names or others."""
 
     def decorate(owner: type) -> type:
         for name, theirs in {**dict(zip(names, names, strict=True)), **renamed}.items():
@@ -119,18 +119,18 @@ def _forwarded(part: str, name: str) -> property:
 
 
 def only(neutral: Any, why: str) -> property:
-    """An attribute that may be set to one value: engines do, whether or not they use it."""
+    """Property that may be set to one value only: engines set it, whether or not they use it."""
     return _settled(lambda instance: neutral, f": {why}")
 
 
 def _of_items(name: str) -> property:
-    """An array of multi-item scoring, as plan() was given it."""
+    """Property for an argument of multi-item scoring, as plan() got it."""
     why = ": multi-item scoring is planned by plan(prefix_len_ptr=...); leave this as it is"
     return _settled(of_plan(f"asked.items.{name}", getattr(NO_ITEMS, name)), why)
 
 
 def _settled(tell: Callable[[Any], Any], why: str) -> property:
-    """An attribute that may be set to what it is. why: behind the wrapper's class."""
+    """Property that may be set to its present value only. why: error text after the class name."""
 
     def refuse_others(instance: object, value: Any) -> None:
         now = tell(instance)
@@ -169,7 +169,7 @@ def _writes(name: str) -> bool:
 
 
 def planned_array(values: list[int], device: torch.device) -> torch.Tensor:
-    """What plan() was given, on the device where engines expect it."""
+    """Values that plan() got, as int32 on the device where engines expect them."""
     host = torch.tensor(values, dtype=torch.int32, device="cpu")
     return host.to(device).as_subclass(PlannedValues)
 
@@ -188,7 +188,7 @@ _torch_dtype = check.TORCH_DTYPES.get
 
 
 def _mask(wrapper: Any) -> torch.Tensor | None:
-    """A copy: plan() knows the full tiles of its own."""
+    """A copy of the packed mask: the plan knows the full tiles of its own."""
     mask = wrapper._state.planned.asked.request.mask
     if mask is None:
         return None
@@ -202,12 +202,12 @@ def _mask_indptr(wrapper: Any) -> torch.Tensor | None:
 
 
 class EngineAttributes:
-    """Of both wrappers; `_state`, `_graph`, `_given_buffers`, `_requested_backend` and `device` are
-    theirs."""
+    """Attributes of both wrappers that engines read. The wrapper has `_state`, `_graph`,
+    `_given_buffers`, `_requested_backend` and `device`."""
 
     @property
     def _awaits_buffers(self) -> bool:
-        """Whether the first plan() will take the graph buffers from `_given_buffers`."""
+        """True if the first plan() will take the graph buffers from `_given_buffers`."""
         return self._graph is None and self.is_cuda_graph_enabled
 
     _batch = property(of_plan(_BATCH))
@@ -263,8 +263,8 @@ class EngineAttributes:
 
     @told
     def _max_total_num_rows(self) -> int | None:
-        """None: as many rows as a batch has, as always without CUDA graphs; with them, those of the
-        first plan."""
+        """Maximum query rows of any plan, set by the first one; None: no limit, as always without
+        CUDA graphs."""
         return self._state.graph_rows or None
 
     # NOTE: engines put sinks here for run() to find; they must not be lost.

@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 class FlashInferPatch:
-    """What one call of patch_flashinfer() replaced. As a context manager it undoes that at the end.
+    """Replacements by one call of patch_flashinfer(). As a context manager, undoes them on exit.
 
     Attributes:
         replaced: every attribute that was replaced, in the order of the modules' imports.
@@ -123,7 +123,7 @@ def patch_flashinfer(names: Iterable[str] | None = None) -> FlashInferPatch:
     try:
         root = importlib.import_module("flashinfer")
     except Exception as error:
-        # What it raises is for whoever uses flashinfer; here there is no name to replace.
+        # A broken flashinfer is not our error; there is no name to replace.
         reason = f"it does not import: {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name == "flashinfer":
             reason = "flashinfer is not installed"
@@ -176,8 +176,8 @@ def _checked_names(names: Iterable[str] | None) -> frozenset[str]:
 
 
 def _pairs(root: ModuleType, wanted: frozenset[str]) -> tuple[dict[int, tuple[Any, Any]], bool]:
-    """Which objects of flashinfer stand for which of ours, wherever it keeps them, by the id of
-    flashinfer's; and whether some name is ours already."""
+    """Pairs (flashinfer's object, ours) by the id of flashinfer's, from every module that has it;
+    and True if some name is ours already."""
     to_replace = {}
     already = False
     for module_name in _MODULES:
@@ -201,7 +201,7 @@ def _pairs(root: ModuleType, wanted: frozenset[str]) -> tuple[dict[int, tuple[An
 
 
 def _references(pairs: dict[int, tuple[Any, Any]]) -> Iterator[Replacement]:
-    """Every attribute of an imported module that is the first object of a pair."""
+    """Yields every attribute of an imported module that is the first object of a pair."""
     # One module may be imported under several names.
     modules = {id(module): module for module in list(sys.modules.values())}
     for module in modules.values():
@@ -219,8 +219,8 @@ def _replace(replacements: list[Replacement]) -> None:
 
 
 def _add_extras(replaced: list[Replacement]) -> list[tuple[Any, str]]:
-    """Gives our functions and methods the attributes that flashinfer's have beside Python's own,
-    and tells which."""
+    """Copies attributes that flashinfer has set on its functions and methods to ours. Returns the
+    added ones."""
     added = []
     for old, new in {id(r.old): (r.old, r.new) for r in replaced}.values():
         both = [(old, new)]

@@ -1,4 +1,4 @@
-"""How the public calls are called: with a signature from calls.py, in either positional order."""
+"""Signatures of the public calls: those of calls.py, with arguments in either positional order."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _is_scale_tensor(value: Any) -> bool:
     return _is_tensor(value) and value.dtype.is_floating_point
 
 
-# What a value must be to stand for a parameter, by its name or its type without None; others may be
-# anything.
+# Tests whether a value fits a parameter, by the parameter's name or its type without None; other
+# parameters take any value.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "custom_mask": lambda value: _is_tensor(value) and value.dtype in DENSE_DTYPES,
     "packed_custom_mask": lambda value: _is_tensor(value) and value.dtype == torch.uint8,
@@ -74,7 +74,7 @@ class _Orders:
         # Calls with no more positional arguments than this mean the same in either order.
         same = [a == b for a, b in zip(self._documented, self._newer, strict=False)]
         self.num_same = same.index(False) if False in same else len(self._newer)
-        # Where the argument is that may be called head_dim_qk; -1: there is none.
+        # Position of the argument that may be called head_dim_qk; -1: no such argument.
         self.head_dim_at = -1
         if "head_dim_qk" in self._types:
             self.head_dim_at = self._documented.index("head_dim")
@@ -126,7 +126,7 @@ def takes(
 def function_takes(
     kind: Callable[P, Arguments], **defaults: Any
 ) -> Callable[[Callable[[Arguments], Result]], Callable[P, Result]]:
-    """takes() for a function that is no method, with these defaults instead of the call's."""
+    """takes() for a plain function, with these defaults instead of the call's."""
 
     def decorate(function: Callable) -> Callable:
         collect = _collector(kind, function, defaults)

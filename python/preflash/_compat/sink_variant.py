@@ -21,7 +21,7 @@ _OUTPUTS = Outputs()._asdict()
 
 
 def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
-    """What plan() must not contradict; None without jit_args.
+    """Returns the options that jit_args fix and plan() must not contradict; None without jit_args.
 
     jit_args: (uri, dtypes of q, k and v, output and indices, two head_dims, names and types of
     tensors, names and types of scalars, the variant's name, its source). The source is not read.
@@ -61,7 +61,7 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
 
 
 def give_run(wrapper: Any, *, paged: bool) -> None:
-    """run(), with sink and sm_scale by position behind the tensors."""
+    """Gives the wrapper a run() with sink and sm_scale by position after the tensors."""
     wrapper.run = types.MethodType(_run_paged if paged else _run_ragged, wrapper)
 
 

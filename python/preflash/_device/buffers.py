@@ -1,4 +1,4 @@
-"""Device memory that launches use beside the caller's tensors, and the streams that use it."""
+"""Device memory that launches use besides the caller's tensors, and the streams that use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Buffer:
     __slots__ = ("_streams", "num_bytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, owner: int | None = None) -> None:
-        """owner: the stream that the tensor was allocated on; None: nobody knows."""
+        """owner: the stream that the tensor was allocated on; None: unknown."""
         self.tensor = tensor
         self.num_bytes = tensor.numel() * tensor.element_size()
         self._streams = {owner} if tensor.is_cuda else None
@@ -28,11 +28,11 @@ class Buffer:
         return cls(tensor, device_stream.stream())
 
     def is_free_on(self, stream: int) -> bool:
-        """Whether all earlier uses end before the next operation of this stream."""
+        """True if all earlier uses end before the next operation of this stream."""
         return self._streams is None or self._streams == {stream}
 
     def used_on_current_stream(self, device_stream: DeviceStream) -> None:
-        """Tells the allocator, the first time that a stream comes by."""
+        """Records the current stream with the allocator, on that stream's first use."""
         if self._streams is None:  # on the CPU
             return
         stream = device_stream.stream()
@@ -42,7 +42,7 @@ class Buffer:
 
 
 def order_behind_users(buffers: Iterable[Buffer], device_stream: DeviceStream) -> None:
-    """Orders the current stream behind all earlier uses of their memory. NOTE: not behind a stream
+    """Orders the current stream after all earlier uses of their memory. NOTE: not after a stream
     that is being captured: the current one would become part of the capture."""
     streams: set[int | None] = set().union(*(buffer._streams or () for buffer in buffers))
     for stream in streams - {None, device_stream.stream()}:

@@ -1,5 +1,5 @@
-"""Whether this installation serves the GPUs of the machine, asked without a CUDA context: a process
-that has one cannot fork workers that use CUDA."""
+"""Checks whether this installation serves the GPUs of the machine, without making a CUDA context:
+a process that has one cannot fork workers that use CUDA."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _driver() -> int | None:
 
 
 def unserved() -> str | None:
-    """Why no kernel of this build serves the GPUs that torch uses; None where one does, and where
+    """Reason why no kernel of this build serves the GPUs that torch uses; None if one does, or if
     torch uses no GPU."""
     found = [] if torch.version.cuda is None else capabilities()
     if not found:

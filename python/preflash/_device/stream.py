@@ -25,7 +25,7 @@ def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class DeviceStream:
-    """Where a launch runs: a device and its current stream, which is 0 on the CPU."""
+    """Target of launches: a device and its current stream, which is 0 on the CPU."""
 
     # stream() returns the address of the stream that is current when it is called.
     __slots__ = ("_events", "_owner", "device", "ordinal", "stream")
@@ -39,7 +39,7 @@ class DeviceStream:
         if self.ordinal >= 0:
             self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.ordinal)
         self._owner: torch.cuda.Stream | None = None  # the last one of owner_stream()
-        self._events: dict[int, torch.cuda.Event] = {}  # of wait_for(), by stream
+        self._events: dict[int, torch.cuda.Event] = {}  # for wait_for(), by stream
 
     def is_capturing(self) -> bool:
         return self.ordinal >= 0 and torch.cuda.is_current_stream_capturing()
@@ -58,7 +58,7 @@ class DeviceStream:
         return owner
 
     def wait_for(self, stream: int) -> None:
-        """Orders the current stream behind another one of the device, by its address."""
+        """Makes the current stream wait for another stream of the device, given by its address."""
         event = self._events.get(stream)
         if event is None:
             event = self._events[stream] = torch.cuda.Event()
@@ -74,5 +74,5 @@ def _stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(address, device)
 
 
-# The one of a device, where many calls ask for it.
+# Cached DeviceStream of a device, for callers that need it in every call.
 device_stream_of = functools.cache(DeviceStream)

@@ -33,8 +33,8 @@ def check_buffer(name: str, value: Any, device: torch.device | None = None) -> t
 
 
 def check_apart(**buffers: torch.Tensor) -> None:
-    """Memory that is in use at once, by the names of the arguments; that two of them are one tensor
-    is a mistake, too."""
+    """Raises ValueError if buffers that are in use at once share memory, or are one tensor; their
+    names are those of the arguments."""
     for (name, value), (other_name, other) in itertools.combinations(buffers.items(), 2):
         if reaches_into(value, other):
             raise ValueError(
@@ -43,7 +43,7 @@ def check_apart(**buffers: torch.Tensor) -> None:
 
 
 def check_levels_apart(name: str, buffers: Sequence[torch.Tensor]) -> None:
-    """The same of one argument's buffers, one for each level of a cascade."""
+    """check_apart() for one argument's buffers, one for each level of a cascade."""
     check_apart(**{f"{name}[{i}]": buffer for i, buffer in enumerate(buffers)})
 
 
@@ -51,7 +51,7 @@ _SMALLEST_INT_BUFFER = 64 * 1024
 
 
 class Workspace:
-    """Where plans of one wrapper go.
+    """Memory for the plans of one wrapper.
 
     A work list stays whole until the next plan has succeeded, and as long as anything runs it. So
     two buffers alternate, and a plan that is made while the plan before last still runs, in another
@@ -67,10 +67,10 @@ class Workspace:
     ) -> None:
         self.device_stream = DeviceStream(device)
         self.float_buffer = None if float_buffer is None else Buffer(float_buffer)
-        # Given apart from a buffer where the buffer is allocated after planning, or not at all.
+        # Set without a buffer where the buffer is allocated after planning, or not at all.
         self._float_bytes = float_bytes
         self._given = None if int_buffer is None else Buffer(int_buffer)
-        # Memory of a plan that was replaced, and what may still be running it.
+        # Memory of a replaced plan, and a weak reference to the variant that may still run it.
         self._spare: deque[tuple[Buffer, Callable[[], object | None]]] = deque(maxlen=1)
         # None before the first plan: there may be no kernel library.
         self.known_uploader: _core.Uploader | None = None
@@ -87,7 +87,7 @@ class Workspace:
 
     @property
     def float_bytes(self) -> int:
-        """What plans may use. NOTE: a caller may have given his buffer other memory since."""
+        """Float bytes that plans may use. NOTE: a caller may have given his buffer other memory."""
         if self._float_bytes is not None or self.float_buffer is None:
             return self._float_bytes or 0
         return _core.bytes_of(check.TORCH, "float_workspace_buffer", self.float_buffer.tensor)
@@ -104,7 +104,8 @@ class Workspace:
         return _core.bytes_of(check.TORCH, "int_workspace_buffer", self._given.tensor)
 
     def beside(self) -> Workspace:
-        """For other variants of a plan: the float buffer, but no int buffer of the caller's."""
+        """Workspace for other variants of a plan: the same float buffer, without the caller's int
+        buffer."""
         if self._given is None:
             return self
         other = Workspace(self.device_stream.device, None, float_bytes=self._float_bytes)

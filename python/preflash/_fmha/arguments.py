@@ -51,7 +51,7 @@ class Operands(NamedTuple):
 
 
 class FmhaCall(NamedTuple):
-    """What is computed, and where it goes."""
+    """Checked arguments of one call."""
 
     operands: Operands
     options: _core.AttentionOptions
@@ -60,7 +60,7 @@ class FmhaCall(NamedTuple):
     given: SimpleNamespace  # the arguments of checked()
     out_dtype: torch.dtype
     wants_stats: bool
-    stats_scale: float | None  # of the maxima in base 2; None: the kernels tell no statistics
+    stats_scale: float | None  # of the row max in base 2; None: the kernels write no statistics
     backend: str
     return_lse: bool
 
@@ -75,7 +75,7 @@ def checked(a: SimpleNamespace) -> FmhaCall:
     workspace = check_buffer("workspace_buffer", a.workspace_buffer, device)
     q_dtype = operands.q.dtype
     out_dtype = out_dtype_of(a.out, a.out_dtype, q_dtype)
-    # What kernels write: for queries of 8 bits any output dtype, else that of the queries.
+    # The dtype that kernels write: any output dtype for 8-bit queries, else that of the queries.
     written = out_dtype if q_dtype == check.FP8_QUERY else q_dtype
     options = _options(a, operands, written)
     bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
@@ -157,7 +157,7 @@ def _chunk_size(value: Any, effective: bool) -> int:
 
 
 def _mode(name: str, value: Any, allowed: Collection[str]) -> str:
-    """In letters of either case."""
+    """Checks a mode, in letters of either case."""
     return check.one_of(name, value.lower() if isinstance(value, str) else value, allowed)
 
 
@@ -185,7 +185,7 @@ def _skip_factor(a: SimpleNamespace) -> float:
 
 
 def _stats_scale(bmm1: float, options: _core.AttentionOptions) -> float:
-    """Of a logit in base 2, to what the statistics tell of it."""
+    """Factor from a row max in base 2 to the row max that the statistics report."""
     if bmm1 <= 0.0:
         raise ValueError(
             f"bmm1_scale={bmm1} with save_softmax_stats=True: must be positive, so that the "
@@ -292,7 +292,7 @@ def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
 
 
 def _one_tensor(name: str, value: Any) -> Any:
-    """A tensor, or what a list that should hold one holds."""
+    """Returns the value itself, or the only element of a list."""
     if not isinstance(value, (tuple, list)):
         return value
     if len(value) != 1:
@@ -308,7 +308,7 @@ def _wrong(layout: str, qkv: Any) -> Any:
 
 
 def _shaped(name: str, t: torch.Tensor, dims: int, shape: str, layout: str, planes: int) -> None:
-    """planes: the size of dimension 1, which tells q, k and v, or k and v."""
+    """Checks a packed tensor. planes: the size of dimension 1, 3 for q, k and v, 2 for k and v."""
     if t.dim() != dims or t.shape[1] != planes:
         raise ValueError(
             f"{name} has shape {tuple(t.shape)}; must be {shape} with input_layout={layout!r}"

@@ -36,7 +36,7 @@ class FmhaLengths(NamedTuple):
 
     @property
     def pages_each(self) -> int:
-        """That a request of max_kv_len has."""
+        """Pages per request of max_kv_len."""
         return -(-self.max_kv_len // self.page_size)
 
 
@@ -69,7 +69,7 @@ def checked(call: FmhaCall) -> FmhaLengths:
     if paged:  # callers round max_kv_len up, or give the longest that their model has
         room = lengths.pages.shape[1] * lengths.page_size
         lengths = lengths._replace(kv_indptr=None, max_kv_len=min(max_kv_len, room))
-    if not seen:  # what is on the host yet follows the rest
+    if not seen:  # moves arrays that are on the host to the device of the others
         for name, array in zip(lengths._fields, lengths[:3], strict=False):
             if array is not None and array.is_cpu:
                 lengths = lengths._replace(**{name: sent(array, device)})
@@ -189,7 +189,7 @@ def brought_to_host(lengths: FmhaLengths) -> FmhaLengths:
 
 
 def exact(lengths: FmhaLengths) -> Lengths:
-    """What is planned for lengths on the host; the pages stay where the page table is."""
+    """Lengths for a plan of lengths on the host; page indices stay on the page table's device."""
     if lengths.pages is None:
         return Lengths(batch_of(lengths.qo_indptr, lengths.kv_indptr, page_size=0), None)
     indptr, indices, last_page_len = listed(lengths.pages, lengths.kv_lens, lengths.page_size)
@@ -201,8 +201,8 @@ def exact(lengths: FmhaLengths) -> Lengths:
 
 
 def bounds(lengths: FmhaLengths, operands: Operands) -> Lengths:
-    """What is planned for lengths on the GPU: every request is as long as one may be. The pages are
-    to be copied into a table of the plan's."""
+    """Upper bounds for a plan of lengths on the GPU: every request has the maximum length. Each run
+    copies the page indices into a table of the plan's."""
     paged = lengths.pages is not None
     each_qo = min(lengths.max_q_len, operands.q.shape[0])
     units = lengths.pages_each if paged else min(lengths.max_kv_len, operands.kv_extent)

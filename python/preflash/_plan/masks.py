@@ -13,13 +13,13 @@ from .. import _core
 from .._check import values as check
 from .._device.stream import DeviceStream, sent
 
-# Kernels read the bits of a row in words of 8 bytes; what lies behind the last request is zero.
+# Kernels read the bits of a row in words of 8 bytes; bytes after the last request are zero.
 PADDING = 16
 OVERREAD = 8
 DENSE_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.int16, torch.int8)
 
-# What one request keeps, [qo_len, kv_len]: of its number, the positions of its queries among its
-# keys, [qo_len, 1], and its keys, [1, kv_len].
+# Returns the mask of one request, [qo_len, kv_len], from the request's number, the positions of its
+# queries among its keys, [qo_len, 1], and those of its keys, [1, kv_len].
 Keeps = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -49,9 +49,9 @@ def check_mask(
     packed_custom_mask: torch.Tensor | None,
     batch: _core.Batch,
 ) -> torch.Tensor | None:
-    """As much of the mask that counts as the batch needs, flat; the packed form takes precedence.
+    """Returns the checked mask, flat and cut to what the batch needs; the packed one comes first.
 
-    Callers hand over buffers of any shape that are longer than one batch needs.
+    Callers pass buffers of any shape that are longer than one batch needs.
     """
     if packed_custom_mask is not None:
         name, given, count = "packed_custom_mask", packed_custom_mask, batch.mask_bytes
@@ -118,7 +118,7 @@ def mask_of_run(
     device_stream: DeviceStream,
     side: str = "",
 ) -> torch.Tensor:
-    """owned_mask() of one run, which a CUDA graph may capture. side: behind the argument's name."""
+    """owned_mask() of one run, which a CUDA graph may capture. side: suffix of the argument."""
     if device_stream.is_capturing() and not (packed and mask.is_cuda):
         raise RuntimeError(
             "a dense mask, or one on the CPU, cannot be packed while the stream is being captured "
@@ -204,7 +204,7 @@ _alone = operator.attrgetter(*_ALONE)
 
 
 def check_alone(a: Any) -> None:
-    """Without prefix_len_ptr nothing is given that goes with it."""
+    """Raises ValueError for arguments that need prefix_len_ptr, in a call without it."""
     if _core.same_objects(_alone(a), (None, 0, None)):
         return
     for name in _ALONE:
@@ -216,7 +216,7 @@ def check_alone(a: Any) -> None:
 
 
 def _mask_of_items(a: Any, batch: _core.Batch, device: torch.device) -> torch.Tensor:
-    """That of multi-item scoring, where plan() is given prefix_len_ptr."""
+    """Builds the mask of multi-item scoring, for a plan() with prefix_len_ptr."""
     for name in ("custom_mask", "packed_custom_mask"):
         if getattr(a, name) is not None:
             raise ValueError(f"{name} is given with prefix_len_ptr, which is another mask")
@@ -243,7 +243,7 @@ def _mask_of_items(a: Any, batch: _core.Batch, device: torch.device) -> torch.Te
 
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
-    """At least `count` of them, flat, as int64 on the device."""
+    """Returns at least `count` integers, flat, as int64 on the device."""
     value = check.integers(name, check.tensor(name, value), device)
     if value.numel() < count:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {count} elements")

@@ -55,7 +55,7 @@ def make_request(
 
 
 def refuse_capture(device_stream: DeviceStream) -> None:
-    """Of calls that plan by themselves."""
+    """Raises RuntimeError under a CUDA-graph capture, for calls that plan by themselves."""
     if device_stream.is_capturing():
         raise RuntimeError(
             "this call needs a plan, which cannot be made while its stream is being captured into "
@@ -71,7 +71,7 @@ class HostCopy(NamedTuple):
     values: torch.Tensor
 
 
-# A plan that is counted and fits its workspace, where it has no place yet, and who made it.
+# A backend, and a plan of it that fits its workspace but has no place there yet.
 Draft = tuple[KernelBackend, _core.Plan]
 
 
@@ -106,7 +106,7 @@ def workspace_size(device: torch.device, backend_name: str, request: Request) ->
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
     room = Workspace(device, None, float_bytes=1 << 40)
     if request.graph_rows and request.options.fixed_split_size:
-        # What these arguments need; the rest of a workspace would be for longer keys of later
+        # Sizes for these arguments alone; more workspace would serve longer keys of later
         # plans.
         alone = _with_and_without_prepass(room, backend_name, request._replace(graph_rows=0))
         room.float_bytes = max(one.float_bytes for one in alone)

@@ -1,4 +1,4 @@
-"""Whether plans may have a pre-pass (RoPE, fp8): it rotates or dequantises once what a kernel would
+"""Policy for the pre-pass of plans (RoPE, fp8): it rotates or dequantises once what a kernel would
 rotate or dequantise on load, for every query tile."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from .. import _core
 
 SWITCH = "PREFLASH_PREPASS"
 _POLICIES = {
-    "auto": _core.Prepass.auto,  # where they pay and fit
+    "auto": _core.Prepass.auto,  # where it is faster and fits
     "never": _core.Prepass.never,
     "always": _core.Prepass.always,
 }
@@ -17,12 +17,12 @@ _given = os.environ.get(SWITCH) or "auto"
 
 
 def policy() -> str:
-    """What the environment says, which is read once."""
+    """PREFLASH_PREPASS of the environment, read once at import; "auto" if unset."""
     return _given
 
 
 def check_environment() -> None:
-    """Raises ValueError where it holds another word."""
+    """Raises ValueError if PREFLASH_PREPASS names no policy."""
     if _given not in _POLICIES:
         raise ValueError(
             f"{SWITCH}={_given!r} in the environment: must be unset, or one of "
@@ -31,7 +31,7 @@ def check_environment() -> None:
 
 
 def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
-    """Raises ValueError where the environment holds another word."""
+    """Returns the options with PREFLASH_PREPASS's policy. Raises ValueError if it names none."""
     if _given == "auto":
         return options
     check_environment()
@@ -39,5 +39,6 @@ def applied_to(options: _core.AttentionOptions) -> _core.AttentionOptions:
 
 
 def without(options: _core.AttentionOptions) -> _core.AttentionOptions:
-    """For runs with factors of heads, which are applied where operands are dequantised on load."""
+    """Returns the options without a pre-pass, for runs with per-head factors: kernels apply those
+    where they dequantise on load."""
     return options.replace(prepass=_core.Prepass.never)

@@ -26,7 +26,7 @@ from .joint import SIDES, Joint, Joints, PodWrapper
 
 
 def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> told:
-    """What plan() got for the prefills; None before."""
+    """Read-only attribute: an array that plan() got for the prefills; None before plan()."""
 
     def find(wrapper: Any) -> torch.Tensor | None:
         if wrapper._decode._state.planned is None:
@@ -37,10 +37,10 @@ def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> tol
 
 
 class _BothAsked(Asked):
-    """The decode side's, to which the prefill side's is tied: the decode side's plan changes in one
+    """Decode side's Asked, which holds the prefill side's: the decode side's plan changes in one
     step, so that run() finds both sides of one plan() after any interrupt."""
 
-    prefill: Asked  # without causal and mask: those are of run()
+    prefill: Asked  # without causal and mask, which are arguments of run()
 
 
 @forwards(

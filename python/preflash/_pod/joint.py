@@ -45,22 +45,22 @@ class InSequence:
 
     @property
     def backend(self) -> backends.Backend:
-        """That of the decode side; the other one's is another only with "auto"."""
+        """Backend of the decode side; only with "auto" may the prefill side's differ."""
         return self._variants[1].backend
 
     @property
     def shared(self) -> bool:
-        """Whether a CUDA graph may still run the prefill, which has no other owner. The wrapper
-        owns the decode side, which may be captured beside other prefills too."""
+        """True if a CUDA graph may still run the prefill, which has no other owner. The wrapper
+        owns the decode side, which may be captured with other prefills too."""
         return self._variants[0].shared
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
-        """The prefill's, with its mask of one run."""
+        """Run memory of the prefill side, with the mask of one run."""
         return self._variants[0].memory_with_mask(mask)
 
     def attend_to(self, *given: Any) -> tuple[Result, ...]:
-        """Refuses what is wrong on either side before one of them is launched, and what one launch
-        of both would refuse."""
+        """Launches the prefill side, then the decode side. First refuses what is wrong on either
+        side, and what one launch of both would refuse."""
         size = len(SegmentRun._fields)
         runs = [SegmentRun(*given[:size]), SegmentRun(*given[size:])]
         sides = list(zip(SIDES, self._variants, runs, strict=True))
@@ -75,12 +75,12 @@ class InSequence:
         return tuple(results)
 
     def _check_apart(self, sides: list[tuple[str, PlannedVariant, SegmentRun]]) -> None:
-        """Outputs that were given need memory of their own, on both sides together."""
+        """Raises ValueError if a caller's output shares memory with a tensor of either side."""
         if all(run.outputs.out is None and run.outputs.lse is None for _, _, run in sides):
             return
         written, read = [], []
         for side, variant, run in sides:
-            rows = variant.request.qo_tokens  # those behind are padding
+            rows = variant.request.qo_tokens  # rows after these are padding
             out, lse = run.outputs.out, run.outputs.lse
             if out is not None:
                 written.append((side, "out", out[:rows]))
@@ -89,7 +89,7 @@ class InSequence:
                 written.append((side, "lse", lse[:rows] if by_token else lse[:, :rows]))
             k, v = kv_of(run.kv)
             read += [(side, "q", run.q[:rows]), (side, "k", k), (side, "v", v)]
-        scratch = self._variants[1].float_workspace  # of both
+        scratch = self._variants[1].float_workspace  # shared by both sides
         for i, (side, name, value) in enumerate(written):
             if scratch is not None:
                 refuse_shared(f"{side}'s {name}", value, "float_workspace_buffer", scratch)
@@ -101,7 +101,7 @@ class InSequence:
 
 
 class Joint(NamedTuple):
-    """What one kind of prefill and the planned decode batch run as."""
+    """Plan of one kind of prefill together with the planned decode batch."""
 
     of: Planned | None  # the decode side; None: a plan with other options came since
     prefill: Request
@@ -111,14 +111,14 @@ class Joint(NamedTuple):
 
 
 class Joints:
-    """Of one wrapper, planned in the workspace of its decode side."""
+    """Joint plans of one wrapper, made in the workspace of its decode side."""
 
     def __init__(self, decode: BatchPrefillWithPagedKVCacheWrapper) -> None:
         self._decode = decode
         self._kept: OrderedDict[Hashable, Joint] = OrderedDict()
-        # What CUDA graphs may replay, by key and options of the decode side: kept for good.
+        # Plans that CUDA graphs may replay, by key and options of the decode side: kept for good.
         self._captured: dict[tuple[Hashable, _core.AttentionOptions], Joint] = {}
-        self._replaced: list[Joint] = []  # as well, under keys that have another one now
+        self._replaced: list[Joint] = []  # captured too, under keys that have a newer plan
         self.last: Joint | None = None
 
     def find(self, key: Hashable, decode: Planned) -> Joint | None:
@@ -173,7 +173,7 @@ class Joints:
     # use_cuda_graph=True: plan() changes what a captured run() replays, but for its options.
 
     def joined(self) -> Iterator[tuple[Hashable, Joint]]:
-        """Those of graphs that read the decode side's lengths."""
+        """Captured plans of one launch for both sides, which reads the decode side's lengths."""
         for (key, _), joint in self._captured.items():
             if isinstance(joint.launch, PlannedVariant):
                 yield key, joint
@@ -226,7 +226,7 @@ class Joints:
 
 
 def _both_sides(joint: Joint, decode: Request) -> list[Request]:
-    """As a graph has captured them, with the lengths of another decode batch."""
+    """Requests of both sides as a graph captured them, with the lengths of another decode batch."""
     return [joint.prefill, decode._replace(options=joint.decode_options)]
 
 
@@ -266,7 +266,7 @@ class PodWrapper:
 
     @property
     def device(self) -> torch.device:
-        """Where the workspace and every tensor of run() are."""
+        """Device of the workspace and of every tensor of run()."""
         return self._decode.device
 
     @property
@@ -283,7 +283,8 @@ class PodWrapper:
 
     @property
     def launches(self) -> int | None:
-        """How many the last run() was: 1, or 2 where no kernel takes both sides; None before."""
+        """Launches of the last run(): 1, or 2 where no kernel takes both sides or two launches are
+        faster; None before."""
         last = self._joints.last
         return None if last is None else last.launch.launches
 
@@ -309,7 +310,7 @@ class PodWrapper:
     def _memory(
         self, dense: torch.Tensor | None, packed: torch.Tensor | None, joint: Joint
     ) -> _core.RunMemory:
-        """The prefill side's, with its mask of one run, checked and packed."""
+        """Run memory of the prefill side, with the mask of one run, checked and packed."""
         device_stream = self._decode._state.workspace.device_stream
         batch, given_packed = joint.prefill.lengths.batch, packed is not None
         with of_side(SIDES[0]):

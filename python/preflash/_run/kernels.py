@@ -34,15 +34,15 @@ class KernelBackend:
         self.name: str = self._traits.backend
 
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
-        """None, or the sentence that says why it cannot serve the options on this device."""
+        """Reason why the kernels cannot serve the options on this device; None if they can."""
         return self.refusal(device) or _core.find_error(self._family, options)
 
     def separates(self, device: torch.device, *both: _core.AttentionOptions) -> str | None:
-        """None, or the sentence that says why it cannot run both in one launch."""
+        """Reason why the kernels cannot run both in one launch; None if they can."""
         return self.refusal(device) or _core.find_joint_error(self._family, *both)
 
     def faster_apart(self, prefill: _Segment, decode: _Segment) -> bool:
-        """Whether one launch for both is expected to take more time than two."""
+        """True if one launch for both is expected to take more time than two."""
         return _core.faster_apart(self._family, *prefill, *decode)
 
     def plan(

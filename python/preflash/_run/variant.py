@@ -25,13 +25,13 @@ _NO_HEADS = PerHead()
 
 
 class SegmentRun(NamedTuple):
-    """What one run brings for a segment: the arguments of attend_to(), in their order."""
+    """Inputs of one run for a segment: the arguments of attend_to(), in their order."""
 
     q: torch.Tensor
     kv: KvCache  # (k, v), or one paged cache that holds both
     scales: Scales
     outputs: Outputs = DEFAULT_OUTPUTS
-    # Of this run alone: tensors with a number per head, or memory instead of the plan's.
+    # Per-head tensors of this run alone, or memory that replaces the plan's.
     memory: PerHead | tuple | _core.RunMemory | None = None
 
 
@@ -43,15 +43,15 @@ class PlannedVariant:
         "__weakref__",
         "_bound",
         "_requests",
-        # attend_to(q, kv, scales, outputs, memory), those of SegmentRun, for one segment after the
-        # other: the result, or that of each segment.
+        # attend_to(q, kv, scales, outputs, memory), the fields of SegmentRun, for one segment after
+        # the other. Returns the result, or one result per segment.
         "attend_to",
         "backend",
         "buffers",
         "device_stream",
         "float_workspace",
-        # Of bits that no run changes, else 0. No kernel of two segments asks which tiles of a mask
-        # are full, partial or empty.
+        # Address of the plan's own mask; 0 if a run may change it. No kernel of two segments asks
+        # which tiles of a mask are full, partial or empty.
         "mask_bits",
         "page_indices",  # addresses of each segment's on the device; 0: the upload contains them
         "place",
@@ -89,7 +89,7 @@ class PlannedVariant:
         self.mask_bits = 0
         self.page_indices = page_indices = []
         masks, lens, largest_pages, alike = [], [], [], []
-        held = []  # what the plan leaves in tensors that callers hold, too
+        held = []  # tensors of the plan that callers hold, too
         for options, _, (
             batch,
             pages,
@@ -139,17 +139,17 @@ class PlannedVariant:
 
     @property
     def request(self) -> Request:
-        """That of the first segment."""
+        """Request of the first segment."""
         return self._requests[0]
 
     @property
     def int_buffer(self) -> Buffer:
-        """Where the work list is."""
+        """Buffer that holds the work list."""
         return self.buffers[0]
 
     @property
     def shared(self) -> bool:
-        """Whether anybody else may still run it."""
+        """True if another owner may still run it: a CUDA graph, or a copied wrapper."""
         return self.place.shared
 
     @shared.setter
@@ -157,7 +157,7 @@ class PlannedVariant:
         self.place.shared = value
 
     def memory_with(self, per_head: PerHead, skip_factor: float) -> _core.RunMemory:
-        """The plan's own, and what one run brings."""
+        """Run memory of the plan, with the per-head tensors and skip factor of one run."""
         request = self.request
         _tensors.check_per_head(per_head, request.options, request.device, request.q_given)
         return run_memory(
@@ -166,11 +166,11 @@ class PlannedVariant:
         )  # fmt: skip
 
     def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
-        """The plan's own, and the mask of one run."""
+        """Run memory of the plan, with the mask of one run."""
         return run_memory(self.float_workspace, mask, mask_tiles=self.mask_tiles())
 
     def mask_tiles(self) -> torch.Tensor | None:
-        """Memory for which tiles of a run's mask are full or empty, where kernels ask."""
+        """Memory for the tile states of a run's mask; None if the kernel uses none."""
         words = self.plan.mask_tile_words
         if words == 0:
             return None
@@ -190,7 +190,7 @@ def _attend_converted(bound: Callable, request: Request, q: torch.Tensor, *more:
 
 
 def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
-    """For a work list, in memory that nothing else uses."""
+    """Makes the Place of a work list, in memory that nothing else uses."""
     uploader = workspace.uploader()
     return _core.place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
 
@@ -203,11 +203,11 @@ def run_memory(
     skip_factor: float = 0.0,
     kv_lens: torch.Tensor | None = None,
 ) -> _core.RunMemory:
-    """What a launch uses beside the work list and the tensors of a segment.
+    """Memory that a launch uses besides the work list and the tensors of a segment.
 
-    partials: memory for those of split KV; a wrapper's outputs keep out of it under every plan.
-    mask: packed. mask_tiles: of a mask of one run, which that run fills. skip_factor: instead of
-    that of a plan which skips tiles; 0: the plan's. kv_lens: Request.kv_lens.
+    partials: split-KV partial results; a wrapper's outputs keep out of it under every plan.
+    mask: packed. mask_tiles: tile states of one run's mask, which that run fills. skip_factor:
+    replaces that of a plan which skips tiles; 0: the plan's. kv_lens: Request.kv_lens.
     """
     return _core.RunMemory(
         check.TORCH, partials, skip_factor, mask_bits=mask, mask_tiles=mask_tiles, kv_lens=kv_lens,
@@ -217,7 +217,7 @@ def run_memory(
 
 @contextlib.contextmanager
 def of_side(name: str) -> Iterator[None]:
-    """Says of which segment an error is about."""
+    """Prefixes errors with the name of the segment that they are about."""
     try:
         yield
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -226,11 +226,11 @@ def of_side(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from error
 
 
-# What a run asks of Python.
+# Functions that C++ calls during a run.
 
 
-# Of one variant: its requests, the names of its segments, its buffers, where it runs. NOTE: not the
-# variant, which its own run would keep alive.
+# Parts of a variant: its requests, segment names, buffers and stream. NOTE: not the variant itself,
+# which its own run would keep alive.
 _Context = tuple[Sequence[Request], Sequence[str], Sequence[Buffer], DeviceStream]
 
 
@@ -243,8 +243,8 @@ def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, Segment
 
 @check.eager
 def _bound_to(context: _Context, *given: Any) -> list[tuple]:
-    """Every check of a run's tensors, and what launches for others like them are bound to: strides
-    and extents, where V begins, and what makes out and lse of q, for each segment."""
+    """Checks a run's tensors. Returns, for each segment, what launches for like tensors are bound
+    to: strides and extents, the offset of V, and functions that make out and lse from q."""
     requests, names, *_ = context
     found = []
     for request, (name, run) in zip(requests, _segments(names, given), strict=True):

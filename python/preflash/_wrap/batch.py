@@ -1,4 +1,4 @@
-"""What the paged and the ragged wrapper share: plan once, run for many layers, select again."""
+"""Base of the paged and the ragged wrapper: plan once, run for many layers, select again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from .graph import GraphMode
 from .options import check_announced, told_before, with_forward
 from .state import Asked, Drafted, Planned, State
 
-# Of a plan whose runs skip tiles. Each brings its own, which counts unless float32 makes it 0.
+# Placeholder skip factor of a plan; run() passes the real one, which counts unless it is 0 in
+# float32.
 _ANY_FACTOR = 2.0**-126
 
 
@@ -52,8 +53,8 @@ class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
     _takes_cudnn = True  # backend="cudnn": plan() also takes offsets in elements
-    _announced: dict[str, Any] | None = None  # what plan() must not contradict
-    _by_position: tuple[str, ...] = ()  # of run(), behind the tensors
+    _announced: dict[str, Any] | None = None  # options that plan() must not contradict
+    _by_position: tuple[str, ...] = ()  # arguments of run() after the tensors
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class BatchPrefillWrapper(EngineAttributes):
         self._recorded_name = traced.name_wrapper(self)
 
     def __copy__(self) -> BatchPrefillWrapper:
-        """Another wrapper with the same plan and float workspace; each plans for itself."""
+        """Copies the wrapper, with the same plan and float workspace; each plans for itself."""
         workspace = self._state.workspace
         where = "buffers of its constructor" if self._graph_enabled else None
         if where is None and workspace.int_room is not None:
@@ -105,7 +106,7 @@ class BatchPrefillWrapper(EngineAttributes):
         )
 
     def _take_graph_buffers(self) -> None:
-        """From here on plan() keeps its arrays in the given buffers."""
+        """Enters CUDA-graph mode: plan() keeps its arrays in the given buffers."""
         given = dict(self._given_buffers)
         batch_size = given.pop("fixed_batch_size", None)
         workspace = self._state.workspace
@@ -200,7 +201,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _drafted_for_graphs(
         self, drafted: Drafted, mask: MaskSource | None, a: BatchArguments
     ) -> Drafted:
-        """Whatever graphs have captured has to be planned for the new batch, too."""
+        """Adds drafts for all variants that CUDA graphs have captured, for the new batch."""
         graph, asked = self._graph, drafted.asked
         request = asked.request
         batch = request.lengths.batch
@@ -227,7 +228,7 @@ class BatchPrefillWrapper(EngineAttributes):
         name, planned = self._requested_backend.name, self._state.planned
         if name == "auto" and planned is not None:
             last = planned.primary
-            if last.request.options is request.options:  # which have not to be chosen for again
+            if last.request.options is request.options:  # same options: no new choice
                 name = last.backend.name
         return pipeline.plan(workspace, name, request)
 
@@ -279,7 +280,7 @@ class BatchPrefillWrapper(EngineAttributes):
         request: Request,
         captured: Mapping[_core.AttentionOptions, _core.Place],
     ) -> PlannedVariant:
-        """Where a graph looks for it, if one does; else in memory that no graph looks at."""
+        """Places the plan where a CUDA graph captured it, else in memory that no graph reads."""
         where = None
         if captured:
             where = captured.get(request.options)
@@ -324,8 +325,7 @@ class BatchPrefillWrapper(EngineAttributes):
     # Running.
 
     def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
-        """Any run. The usual ones, planned and with scales of plan() alone, go straight to the
-        variant. outputs: not checked."""
+        """A run() that the subclass does not send to _run_usual(). outputs: not checked."""
         if given.extra:
             given, return_lse = taken_by_position(given, outputs.return_lse, self._by_position)
             outputs = outputs._replace(return_lse=return_lse)
@@ -351,7 +351,7 @@ class BatchPrefillWrapper(EngineAttributes):
         return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
-        """A run that is not the usual one, not planned, or recorded."""
+        """A run() off the fast path: with options, without a usual variant, or traced."""
         if check.traced():
             return traced.run(self._recorded_name, q, kv, a, outputs)
         planned = self._planned()
@@ -385,7 +385,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _run_usual(
         planned: Planned, q: torch.Tensor, kv: KvCache, scales: tuple, sinks: Any, outputs: Outputs
     ) -> Result:
-        """Runs a plan with the options of plan(), which nothing records. scales: GivenScales."""
+        """Fast path: runs the usual variant, while nothing records. scales: GivenScales."""
         factors, (q_scale, k_scale, v_scale) = planned.scales, scales
         if q_scale is not None or k_scale is not None or v_scale is not None:
             factors = folded_scales(factors.logits, scales, planned.asked.request.options)
@@ -466,11 +466,11 @@ class BatchPrefillWrapper(EngineAttributes):
         drafted = Drafted(workspace, draft, planned.asked, request.options)
         return functools.partial(self._install, drafted)
 
-    # What callers read.
+    # Public properties.
 
     @property
     def device(self) -> torch.device:
-        """Where the workspace and every tensor of run() are."""
+        """Device of the workspace and of every tensor of run()."""
         return self._state.workspace.device_stream.device
 
     @property

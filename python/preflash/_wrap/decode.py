@@ -21,7 +21,7 @@ from .state import Asked, Drafted
 
 
 def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
-    """Those of q and of the cache, where the deprecated data_type may stand for both."""
+    """Dtypes of q and of the cache; the deprecated data_type may stand for both."""
     if data_type is not None:
         # "float16" is q_data_type's default, so it cannot be told from its absence. An 8-bit
         # one is then that of the cache alone.
@@ -51,7 +51,7 @@ _MadeFrom = tuple[DecodePlanArguments, tuple[int, ...] | None]
 
 
 def _versions(a: DecodePlanArguments) -> tuple[int, ...] | None:
-    """None: torch counts no changes of theirs."""
+    """torch's version counters of the arrays; None for inference tensors, which have none."""
     indptr, indices, last_page_len = a.indptr, a.indices, a.last_page_len
     if indptr.is_inference() or indices.is_inference() or last_page_len.is_inference():
         return None
@@ -74,7 +74,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """
 
     _takes_cudnn = False
-    _had_several = False  # whether any plan() asked for several queries per request
+    _had_several = False  # True once a plan() had several queries per request
     _made_from: _MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
 
     @tells_nearest
@@ -107,7 +107,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     @property
     def use_tensor_cores(self) -> bool:
-        """As the constructor was told."""
+        """The constructor's use_tensor_cores."""
         return self._use_tensor_cores
 
     @takes(DecodePlanArguments)
@@ -194,7 +194,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     @property
     def _q_len_per_req(self) -> int | None:
-        """Of the plan; None before."""
+        """Queries per request of the plan; None before plan()."""
         return None if self._batch is None else max(self._batch.max_qo_len, 1)
 
     @lists_options_of(BatchPrefillWithPagedKVCacheWrapper.run)
@@ -275,7 +275,7 @@ def _one_query_each(last_page_len: torch.Tensor) -> torch.Tensor:
     return _numbers(check.is_tensor("last_page_len", last_page_len).numel() + 1)
 
 
-@functools.lru_cache(maxsize=16)  # NOTE: nobody may write into it
+@functools.lru_cache(maxsize=16)  # NOTE: shared by all callers, so read-only
 def _numbers(count: int) -> torch.Tensor:
     check.not_traced()  # a tensor of FakeTensorMode would stay
     return torch.arange(count, dtype=torch.int32, device="cpu")

@@ -30,7 +30,7 @@ from .._run.variant import PlannedVariant, place_in
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
 _RESERVED = 2
-# To choose one from that no capture has; a capture of one run has one, seldom two.
+# Streams to choose from, so that one is not in a capture; a capture has one, seldom two.
 _STREAMS = 3
 
 _INDICES, _LAST_PAGE_LEN = "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
@@ -42,7 +42,7 @@ class GraphBuffers(NamedTuple):
 
     qo_indptr: torch.Tensor  # [batch_size + 1]
     kv_indptr: torch.Tensor  # [batch_size + 1]
-    indices: torch.Tensor | None  # as many as any batch has; None: ragged
+    indices: torch.Tensor | None  # for the largest batch; None: ragged
     last_page_len: torch.Tensor | None  # [batch_size]; None: ragged
     mask: torch.Tensor | None  # packed
     mask_indptr: torch.Tensor | None  # [batch_size + 1], of which engines leave out the last
@@ -100,7 +100,7 @@ def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> Graph
                 f"{_MASK} starts {mask.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
                 f"{check.ALIGNMENT}; pass a buffer that was not sliced"
             )
-    # What kernels read at run time, nothing else may be put into.
+    # Buffers that kernels read at run time must share no memory with others.
     memory = {**given, "float_workspace_buffer": workspace}
     for read in (_INDICES, _MASK):
         for other, value in memory.items():
@@ -140,13 +140,13 @@ def _buffer(
 
 
 class GraphMode:
-    """Of one wrapper. Its buffers change with plan(), everything else is the wrapper's state."""
+    """CUDA-graph mode of one wrapper: buffers that plan() writes; plans are the wrapper's state."""
 
     def __init__(self, buffers: GraphBuffers, device_stream: DeviceStream) -> None:
         self.buffers = buffers
         self._held = buffers.held()
         self._device_stream = device_stream
-        self.kv_lens: torch.Tensor | None = None  # of the last plan, Request.kv_lens
+        self.kv_lens: torch.Tensor | None = None  # Request.kv_lens of the last plan
         self._reserve: list[Buffer] = []
         # Made now: nothing is created during a capture. torch has 32 streams and hands them out in
         # turns, so that any of these may be one that is captured.
@@ -156,17 +156,17 @@ class GraphMode:
 
     @property
     def mask_bytes(self) -> int:
-        """The most that the packed mask of any plan has."""
+        """Maximum packed-mask bytes of any plan."""
         return 0 if self.buffers.mask is None else self.buffers.mask.numel()
 
     def filled_by_plan(self) -> dict[str, torch.Tensor]:
         """The buffers of both indptr, by the names of plan()'s arguments."""
         return {"qo_indptr": self.buffers.qo_indptr, "kv_indptr": self.buffers.kv_indptr}
 
-    # What plan() asks before anything changes.
+    # Checks of plan(), before anything changes.
 
     def check_may_plan(self) -> None:
-        self._held.check()  # what was freed, or has other memory, nothing may be copied into
+        self._held.check()  # plan() must not write to freed or replaced memory
         if self._device_stream.is_capturing():
             raise RuntimeError(
                 "plan() cannot run while its stream is being captured into a CUDA graph: call it "
@@ -197,7 +197,7 @@ class GraphMode:
         )
 
     def check_mask(self, batch: _core.Batch) -> None:
-        """A plan with a custom mask: there must be room for it."""
+        """Raises ValueError if the buffers have no room for the batch's custom mask."""
         for name, buffer in ((_MASK, self.buffers.mask), (_MASK_INDPTR, self.buffers.mask_indptr)):
             if buffer is None:
                 raise ValueError(
@@ -215,7 +215,7 @@ class GraphMode:
     def checked(
         self, attend_to: Callable[..., Result], batch: _core.Batch
     ) -> Callable[..., Result]:
-        """Returns attend_to behind a comparison of the buffers with the planned lengths, for
+        """Wraps attend_to in a comparison of the buffers with the planned lengths, for
         PREFLASH_DEBUG=1."""
 
         def attend(*arguments: Any) -> Result:
@@ -247,12 +247,12 @@ class GraphMode:
             for i, (now, then) in enumerate(zip(buffer.tolist(), planned, strict=True)):
                 _check_planned(name, i, now, then)
 
-    # What plan() does once nothing is refused any more.
+    # Actions of plan() after all checks.
 
     def order_behind_runs(
         self, ran: Iterable[PlannedVariant], captured: Iterable[_core.Place]
     ) -> None:
-        """Orders the current stream behind runs on other streams that read what plan() is about to
+        """Orders the current stream after runs on other streams that read what plan() is about to
         overwrite. Replays are unknown here."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
         # streams of its own runs.
@@ -297,8 +297,8 @@ class GraphMode:
         return on_host
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory for work lists of about this size. NOTE: call it before the plan's own upload, so
-        that the memory is free once that upload is over."""
+        """Reserves memory for work lists of about this size. NOTE: call it before the plan's own
+        upload, so that the memory is free once that upload is over."""
         if not self._beside_captures:
             return
         self._reserve = [buffer for buffer in self._reserve if buffer.num_bytes >= num_bytes]
@@ -306,17 +306,17 @@ class GraphMode:
             room = max(num_bytes + num_bytes // 4, 64 * 1024)
             self._reserve.append(Buffer.allocate(room, self._device_stream))
 
-    # What a run with options that no run had asks for while it is being captured.
+    # Planning during a capture, for a run with options that no run had before.
 
     def planned_beside_capture(
         self, workspace: Workspace, draft: Draft, request: Request
     ) -> PlannedVariant:
-        """Uploads at once, while the host waits, what a graph will only find there."""
+        """Places a plan and uploads it outside of the capture, while the host waits."""
         backend, plan = draft
         where = place_in(self._take_reserved(plan.int_bytes), workspace)
         found = backend.place(workspace, plan, request, where)
         stream = self._device_stream.stream()
-        where.arrive_before(stream)  # waits: from then on nobody uses the reserve
+        where.arrive_before(stream)  # waits: the reserve is unused from then on
         with torch.cuda.stream(self._stream_beside_captures()):
             pipeline.upload(workspace, (found,))
         where.arrive_before(stream)
@@ -353,7 +353,7 @@ def _check_planned(name: str, i: int, now: int, planned: int) -> None:
 
 
 def check_captured(place: _core.Place, segment: int, lengths: Lengths) -> None:
-    """Whether a batch stays within the tensors that a graph holds."""
+    """Raises ValueError if a batch reaches beyond the tensors that a graph has captured."""
     place.held.check()
     captured = place.captured[segment]
     batch, pages = lengths
@@ -383,7 +383,7 @@ def check_captured(place: _core.Place, segment: int, lengths: Lengths) -> None:
 
 
 def check_captured_mask(captured_mask: bool, has_mask: bool) -> None:
-    """A graph with a mask needs one in every plan; a graph without a mask would ignore one."""
+    """Raises ValueError unless both the graph and the plan have a mask, or neither."""
     if captured_mask and not has_mask:
         raise ValueError(
             "custom_mask=None: a CUDA graph has captured a run() with a custom mask, whose bits "
@@ -408,6 +408,6 @@ def _is_start_of(buffer: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _apart_from(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The source, or a copy where it is another part of the buffer."""
+    """Returns the source, or a copy if it is in the buffer's storage."""
     same = source.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
     return source.clone() if same else source

@@ -46,7 +46,7 @@ class BatchAttention(OverPages):
 
     @property
     def float_workspace_buffer(self) -> torch.Tensor:
-        """What split keys are merged in."""
+        """Workspace in which split-KV partial results are merged."""
         return self._pages._float_workspace_buffer
 
     prewarm_paged_kv_stride_variant = Pages.prewarm_paged_kv_stride_variant

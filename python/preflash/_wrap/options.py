@@ -1,5 +1,5 @@
-"""Options of a wrapper's calls: those that run() takes by name, what constructors are told before
-plan(), and what forward() has instead of plan()'s."""
+"""Options of a wrapper's calls: those that run() takes by name, those of plan() that constructors
+fix, and those of forward(), which replace plan()'s."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _with_options(run: Run, options: Sequence[inspect.Parameter]) -> Run:
 
 
 def told_before(a: BatchArguments, options: _core.AttentionOptions) -> dict[str, Any]:
-    """What constructors may have been told of a plan, as it has it."""
+    """Options of a plan that constructors may fix, with their values in this plan."""
     return {
         "pos_encoding_mode": a.pos_encoding_mode,
         "q_data_type": check.TORCH_DTYPES[options.q_dtype],
@@ -71,7 +71,7 @@ def with_forward(
 
 
 def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
-    """plan() must not contradict what the constructor was told of it."""
+    """Raises ValueError if plan() contradicts an option of the constructor."""
     for name, value in announced.items():
         if planned[name] != value:
             raise ValueError(
@@ -81,7 +81,7 @@ def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) ->
 
 
 def any_given(options: RunKeywords) -> bool:
-    """Whether one of them says something, or is for run_options() to refuse."""
+    """True if any option is set, or unknown, which run_options() refuses."""
     for name, value in options.items():  # noqa: SIM110, a generator takes time
         if value is not None or name not in _RUN_KEYWORDS:
             return True
@@ -89,7 +89,7 @@ def any_given(options: RunKeywords) -> bool:
 
 
 def run_options(wrapper: Any, first: tuple, options: RunKeywords) -> RunOptions:
-    """The options of one run(). first: those that are no RunKeywords."""
+    """The options of one run(). first: fields of RunOptions that are not in RunKeywords."""
     try:
         given = RunOptions(*first, **options)
     except TypeError:

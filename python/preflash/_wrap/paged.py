@@ -263,13 +263,13 @@ class Pages(BatchPrefillWithPagedKVCacheWrapper):
 
 
 class OverPages:
-    """What a wrapper tells of itself that plans and runs through a paged one."""
+    """Properties of a wrapper that plans and runs through a paged one."""
 
     _pages: Pages
 
     @property
     def device(self) -> torch.device:
-        """Where the workspace and every tensor of run() are."""
+        """Device of the workspace and of every tensor of run()."""
         return self._pages.device
 
     @property

@@ -21,7 +21,7 @@ from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _WINDOWS_KEPT = 4
 
-# What plan() takes in one form alone: run() has the mask and its windows.
+# Options of plan() that must keep these values: run() sets the mask and its windows.
 _NEUTRAL = {
     "causal": False,
     "pos_encoding_mode": "NONE",
@@ -184,8 +184,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor
     ) -> None:
-        """As in BatchPrefillWithPagedKVCacheWrapper; the work lists of masks stay in memory of
-        their own."""
+        """Replaces both workspaces, as in BatchPrefillWithPagedKVCacheWrapper; the work lists of
+        masks stay in memory of their own."""
         super().reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
         self._masked = {}
 
@@ -213,7 +213,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         return super()._workspace_size(self._arguments(given))
 
     def _arguments(self, given: dict[str, Any]) -> PagedPlanArguments:
-        """Those of a paged plan without a mask."""
+        """Returns the arguments of a paged plan without a mask."""
         for name, neutral in _NEUTRAL.items():
             check.neutral(name, given[name], neutral)
         check.absent(**{name: given[name] for name in _ABSENT})
@@ -289,7 +289,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def _with_mask(
         self, ranges: torch.Tensor, windows: tuple[int, int]
     ) -> BatchPrefillWithPagedKVCacheWrapper:
-        """One that is planned for what these ranges and windows keep."""
+        """Returns a wrapper planned with the mask of these ranges and windows."""
         batch = self._planned().asked.request.lengths.batch
         if self._state.workspace.device_stream.is_capturing():
             raise RuntimeError(

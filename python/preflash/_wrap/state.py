@@ -1,4 +1,4 @@
-"""What a batch wrapper holds: what was asked, drafted and planned, and all of it that changes."""
+"""State of a batch wrapper: checked calls of plan(), drafts, plans, and all else that changes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Asked(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What plan() leaves behind."""
+    """The result of plan()."""
 
     asked: Asked
-    scales: Scales  # those asked for
+    scales: Scales  # asked.scales
     # The variant of a run() without options; None if begin_forward() planned another one and no
     # run() has used this one yet.
     usual: PlannedVariant | None
     # The variant that plan() or begin_forward() made.
     primary: PlannedVariant
-    # What runs with a window_left or skipped tiles and forward() asked for.
+    # Variants for runs with a window_left or skipped tiles, and for forward().
     others: dict[_core.AttentionOptions, PlannedVariant]
 
     def variants(self) -> set[PlannedVariant]:
-        """Each once: `usual` is `primary` or, unless it was dropped, one of the others."""
+        """All variants, each once: `usual` is `primary` or, unless dropped, one of the others."""
         # NOTE: other threads may add to the others; list() copies them at once.
         return {self.primary, self.usual or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
-        """One more of the others. Makes room for it; those that a CUDA graph replays stay."""
+        """Adds one to the others. Makes room for it; shared ones stay (CUDA graphs, copies)."""
         if len(self.others) >= _VARIANTS_KEPT:
             for surplus, other in list(self.others.items()):
                 if not other.shared:
@@ -60,17 +60,17 @@ class State(NamedTuple):
 
     workspace: Workspace
     planned: Planned | None = None
-    shared: tuple[PlannedVariant, ...] = ()  # of earlier plans: CUDA graphs replay their work lists
-    # With use_cuda_graph=True: the most query rows of any plan, as the first one has them, and
-    # where the runs are that graphs have captured.
+    shared: tuple[PlannedVariant, ...] = ()  # earlier plans, whose work lists CUDA graphs replay
+    # With use_cuda_graph=True: the maximum query rows of any plan, set by the first one, and the
+    # places of captured work lists.
     graph_rows: int = 0
     captured: Mapping[_core.AttentionOptions, _core.Place] = MappingProxyType({})
     # The options of the last forward(), until a run() shows that the caller does not forward().
     last_forward: Mapping[str, Any] | None = None
 
     def of_copy(self) -> State:
-        """What a copied wrapper begins with: the same plan, and work lists of its own from then
-        on."""
+        """Initial state of a copied wrapper: the same plan, and memory of its own for later work
+        lists."""
         workspace, planned = self.workspace, self.planned
         own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
         if planned is not None:
@@ -103,8 +103,8 @@ class Drafted(NamedTuple):
     workspace: Workspace
     draft: Draft
     asked: Asked
-    options: _core.AttentionOptions  # those drafted for; begin_forward() may differ from asked
-    # With use_cuda_graph=True: what else has to be planned again for graphs that captured it, and
-    # what fills the buffers.
+    options: _core.AttentionOptions  # of the draft; with begin_forward() they may differ from asked
+    # With use_cuda_graph=True: drafts of the other variants that graphs captured, and the call
+    # that fills the buffers.
     refreshed: Mapping[_core.AttentionOptions, Draft] = MappingProxyType({})
     copy_in: Callable[[], list[HostCopy]] | None = None

@@ -110,7 +110,7 @@ def _recorded(
     outputs: Outputs,
     options: dict[str, Any],
 ) -> Result:
-    """The operator in the form that makes these outputs. The last arguments are q, k and v, or q, a
+    """Calls the operator, in the form for these outputs. The last arguments are q, k and v, or q, a
     cache with both and None."""
     operators = torch.ops.preflash
     out, lse, return_lse, lse_base, lse_layout = outputs
@@ -147,7 +147,7 @@ def lse_shape(q: torch.Tensor, lse_layout: str) -> tuple[int, int]:
 
 
 def _options(a: ForwardArguments | SingleArguments) -> dict[str, Any]:
-    """As the operator of the call has them."""
+    """Returns the options in the form that the call's operator takes."""
     for name, check_alone, field, _ in CHECKED_ALONE:
         if not field and name in a.OPTIONS:
             check_alone(name, getattr(a, name))
@@ -156,8 +156,8 @@ def _options(a: ForwardArguments | SingleArguments) -> dict[str, Any]:
 
 
 def _by_type(**options: Any) -> dict[str, Any]:
-    """What is not None. A factor is a float or a tensor of one element; an operator has an argument
-    for either."""
+    """Drops None and picks the operator's argument by type: a factor is a float or a tensor of one
+    element, and the operator has an argument for either."""
     schema = SingleArguments.OPERATOR
     return {
         f"{name}_tensor"

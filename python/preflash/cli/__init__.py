@@ -47,7 +47,7 @@ def _could_not_run(command: str, why: str) -> int:
 
 
 def _drop_output() -> None:
-    """What is left in the buffer of stdout goes nowhere: the interpreter flushes it as it ends."""
+    """Points stdout at the null device, because the interpreter flushes its buffer at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -51,7 +51,7 @@ def _attention_cases() -> Iterator[tuple[str, Case]]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one area of one place showed."""
+    """Result of one area of checks on one place."""
 
     passed: int = 0
     not_compiled: int = 0

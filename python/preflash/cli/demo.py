@@ -33,7 +33,7 @@ _SERVING_LAYER_BYTES = 400 * 1024 * 1024
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How much of the demo a machine does; said in its output."""
+    """The size of the demo on this machine, which its output states."""
 
     example_layers: int = _LAYERS
     serving_layers: int = _LAYERS
@@ -58,7 +58,7 @@ _SERVING = (
 
 
 class Demo:
-    """What the parts of the demo share, and the tables that they fill."""
+    """State that the parts of the demo share, and the tables that they fill."""
 
     def __init__(self, place: Place, backend: str, scale: Scale, step: Callable[[str], None]):
         self.place, self.backend, self.scale, self.step = place, backend, scale, step

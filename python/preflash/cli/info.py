@@ -25,7 +25,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict:
-    """Everything that `info` tells, as JSON types."""
+    """Everything that `info` prints, as JSON types."""
     absent, refusal = gpu_absent(), cpu_refusal()
     gpus = [] if absent else [_core.device_facts(i) for i in range(_core.cuda_device_count())]
     isa = None if refusal else _core.cpu_isa()
@@ -49,7 +49,7 @@ def collect() -> dict:
 
 
 def _auto(device: torch.device) -> dict:
-    """What auto picks for a plain bfloat16 problem of head_dim 128, and what it passed over."""
+    """Backend that auto picks for a plain bfloat16 problem of head_dim 128, and the reasons."""
     dtype = _core.DType.bfloat16
     dtypes = dict.fromkeys(["q_dtype", "kv_dtype", "o_dtype"], dtype)
     sizes = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": 128, "head_dim_vo": 128}

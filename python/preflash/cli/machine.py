@@ -1,4 +1,4 @@
-"""Which backends this machine can run, and where."""
+"""Backends that this machine can run, and their devices."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def long_name(dtype: str) -> str:
 
 
 def has_gpu_kernels() -> bool:
-    """Whether this installation was built with them; they may still not load."""
+    """True if this installation was built with GPU kernels; they may still fail to load."""
     return (Path(__file__).parents[1] / "lib" / "libpreflash_kernels_common.so").exists()
 
 
 def gpu_kernels_absent() -> str:
-    """Why no GPU kernels are loaded; empty where they are."""
+    """Reason why no GPU kernels are loaded; empty if they are."""
     return _core.cuda_error() if has_gpu_kernels() else _NO_GPU_KERNELS
 
 
 def gpu_absent() -> str:
-    """Why no GPU can be used; empty where one can."""
+    """Reason why no GPU can be used; empty if one can."""
     if error := gpu_kernels_absent():
         return error
     if not _core.cuda_device_count():
@@ -74,7 +74,7 @@ def gpu_absent() -> str:
 
 
 def cpu_refusal() -> str:
-    """Why the CPU backend cannot be used; empty where it can."""
+    """Reason why the CPU backend cannot be used; empty if it can."""
     device = torch.device("cpu")
     return backends.candidates("auto", device)[0].refusal(device) or ""
 

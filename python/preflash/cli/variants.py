@@ -11,7 +11,7 @@ from . import CommandError
 from .console import Table
 from .machine import gpu_kernels_absent, long_name
 
-# What a row of _core.kernels() says beside the options of its variant.
+# Fields of a row of _core.kernels() that are no options of its variant.
 _NO_OPTIONS = ("id", "head_dim_qk", "head_dim_vo", "tile", "second_tile", "smem_bytes")
 
 
@@ -45,8 +45,8 @@ def head_dim(kernel: dict) -> str:
 
 
 def _ids_that_serve(size: str, kernels: list[dict]) -> set[str]:
-    """What plan() takes for head_dim `size`, for each combination of the other options: the
-    smallest size that covers it. 192 stands for 192x192 and for 192x128, if that is compiled."""
+    """Ids of the kernels that plan() picks for head_dim `size`: the smallest size that covers it,
+    for each combination of the other options. 192 means 192x192, and 192x128 if compiled."""
     parsed = re.fullmatch(r"([0-9]+)(?:x([0-9]+))?", size)
     qk, vo = (int(part) if part else None for part in parsed.groups()) if parsed else (0, None)
     if not qk or vo == 0 or qk % 8 or (vo or 0) % 8:

@@ -22,14 +22,14 @@ class Requests:
     mask: torch.Tensor | None = None  # bool, of all requests one after the other; replaces bounds
 
     def __eq__(self, other: object) -> bool:
-        """Whether a plan of one serves the other."""
+        """True if a plan of one serves the other."""
         if not isinstance(other, Requests) or self.mask is not other.mask:
             return False
         return (self.qo_lens, self.spans) == (other.qo_lens, other.spans)
 
     @functools.cached_property
     def kv_indptr(self) -> list[int] | None:
-        """Where the keys of one sequence follow each other in order; else None."""
+        """kv_indptr if all requests' keys follow each other in sequence 0; else None."""
         filled = [(begin, end) for _, begin, end in self.spans if end > begin]
         if any(sequence for sequence, _, _ in self.spans):
             return None
@@ -42,12 +42,12 @@ class Requests:
 
     @functools.cached_property
     def slots(self) -> int:
-        """Which the keys of a sequence have at least."""
+        """Minimum cache slots per sequence."""
         return max((end for _, _, end in self.spans), default=0)
 
     @functools.cached_property
     def at_first_slot(self) -> bool:
-        """Whether the keys of every request begin at slot 0 of their sequence."""
+        """True if the keys of every request begin at slot 0 of their sequence."""
         return all(begin == 0 for _, begin, end in self.spans if end)
 
 
@@ -58,7 +58,7 @@ def even(batch: int, qo_len: int, kv_len: int) -> Requests:
 
 
 def of_lengths(qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, rows: int) -> Requests:
-    """Packed sequences, and rows of padding behind them."""
+    """Requests of packed sequences, and rows of padding after them."""
     qo_ends, kv_ends = torch.stack((qo_indptr, kv_indptr)).tolist()  # one wait for both
     qo_lens = [end - begin for begin, end in itertools.pairwise(qo_ends)]
     spans = [(0, begin, end) for begin, end in itertools.pairwise(kv_ends)]

@@ -36,7 +36,7 @@ from ._requests import Requests
 
 NAME = "preflash"
 _WORKSPACE_BYTES = 128 << 20
-_MOST_FORMS = 64  # of attention, in all models of a thread
+_MOST_FORMS = 64  # maximum forms of attention in all models of a thread
 _backend = "auto"
 
 
@@ -86,7 +86,7 @@ def _name_needs_no_hub() -> None:
 
 
 class _Bounds(NamedTuple):
-    """What a mask says beside lengths."""
+    """Bounds and requests of a mask, besides its lengths."""
 
     causal: bool
     window: int | None = None  # tokens, the query's own among them
@@ -120,8 +120,8 @@ def attention_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """What attention() takes as its mask: None; or [batch, slots], the number of each slot's
-    sequence and 0 for padding; or, where lengths and a causal window do not say everything, bool
+    """Makes the mask that attention() takes: None; or [batch, slots], the number of each slot's
+    sequence and 0 for padding; or, where lengths and a causal window are not enough, bool
     [batch, 1, q_length, kv_length]."""
     if isinstance(attention_mask, _Mask):  # generate() makes masks ahead of a static cache
         return attention_mask
@@ -133,7 +133,7 @@ def attention_mask(
             numbers = facts["packed"].expand(batch_size, -1) + 1
             return _Mask.of(numbers, _Bounds(causal, window))
         slots = kv_length
-        if causal:  # a static cache has slots behind the last query
+        if causal:  # a static cache has slots after the last query
             slots = min(slots, int(q_offset) + q_length - kv_offset)
         if attention_mask is None:
             seen = torch.ones(batch_size, slots, dtype=torch.bool, device=device)
@@ -277,7 +277,7 @@ def _read_once(
 
 
 def _of_mask(mask: torch.Tensor, batch: int, qo_len: int, causal: bool) -> Requests:
-    """Of numbers of sequences, or of a mask that attention_mask() did not make."""
+    """Requests of a mask of sequence numbers, or of one that attention_mask() did not make."""
     if mask.dim() == 2:
         requests = _requests.of_ids(mask.cpu(), qo_len, causal)
         if requests is None:
@@ -350,8 +350,8 @@ _forms = _Forms()
 
 
 def _arrays(requests: Requests, table: tuple[int, int] | None) -> list[torch.Tensor]:
-    """Of plan(). table: the page size, and the pages from one sequence to the next; None without
-    pages."""
+    """Arrays for plan(). table: the page size, and the pages from one sequence to the next; None
+    without pages."""
     qo_indptr = _indptr(requests.qo_lens)
     if table is None:
         return [qo_indptr, torch.tensor(requests.kv_indptr).int()]

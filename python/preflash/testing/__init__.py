@@ -1,4 +1,4 @@
-"""What the self-test, the benchmarks and the tests share, with torch alone: a `case` says what to
+"""Shared by the self-test, the benchmarks and the tests, with torch alone: `case` defines what to
 compute, `inputs` makes the tensors, `oracle` computes the answer in float64, `comparison` compares
 a result with it, `runner` drives the public wrappers, `timing` measures."""
 

@@ -19,7 +19,7 @@ DTYPE_NAMES = {
 
 
 class MaskKind(enum.Enum):
-    """Which keys a row keeps, before the window: all, causal, or a random custom mask."""
+    """Keys that a row keeps, before the window: all, causal, or a random custom mask."""
 
     NONE = "full"
     CAUSAL = "causal"
@@ -29,18 +29,18 @@ class MaskKind(enum.Enum):
 
 
 class KvForm(enum.Enum):
-    """How K and V lie in memory. The logical shape is that of the layout in every form."""
+    """Memory form of K and V. The logical shape is that of `layout` in every form."""
 
     SEPARATE = "sep"  # two contiguous tensors
     COMBINED = "comb"  # one tensor with K and V interleaved: the 5-D cache
     HALVES = "halves"  # two halves of one last dimension of head_dim_qk + head_dim_vo
-    PADDED = "padded"  # 16 poisoned columns behind every row, of q as well
+    PADDED = "padded"  # 16 poisoned columns after every row, of q as well
     TRANSPOSED = "transp"  # memory order of the other layout
     FLAT = "flat"  # page_size 1 without the page dimension: 3-D
 
 
 class Magnitude(enum.Enum):
-    """What the logits look like."""
+    """Distribution of the logits."""
 
     NORMAL = "normal"  # independent normal numbers
     IDENTICAL = "identical"  # all logits of a row are equal
@@ -48,7 +48,7 @@ class Magnitude(enum.Enum):
 
 
 class Garbage(enum.Enum):
-    """What lies in memory that belongs to no request."""
+    """Content of memory that belongs to no request."""
 
     NON_FINITE = "nonfinite"  # NaN, +Inf and -Inf
     NAN = "nan"
@@ -57,7 +57,7 @@ class Garbage(enum.Enum):
 
 
 class Position(enum.Enum):
-    """How logits depend on the distance of query and key: pos_encoding_mode of the wrappers."""
+    """Position encoding: pos_encoding_mode of the wrappers."""
 
     NONE = "NONE"
     ALIBI = "ALIBI"
@@ -65,7 +65,7 @@ class Position(enum.Enum):
 
 
 class Sinks(enum.Enum):
-    """Whether run() is given sinks, and how large they are beside the logits."""
+    """Sinks that run() gets, by their size relative to the logits."""
 
     NONE = "none"
     ORDINARY = "ordinary"  # normal numbers, on which weights of every size fall
@@ -102,9 +102,9 @@ class Case:
     rope_theta: float | None = None
     sinks: Sinks = Sinks.NONE
     garbage: Garbage = Garbage.NON_FINITE
-    kv_dtype: torch.dtype | None = None  # of k and v; None: q's
+    kv_dtype: torch.dtype | None = None  # None: q's
     o_dtype: torch.dtype | None = None  # None: q's, bfloat16 for q of 8 bits
-    head_scales: bool = False  # whether run() is given a factor of each head of the fp8 tensors
+    head_scales: bool = False  # run() gets per-head factors of the fp8 tensors
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
@@ -152,7 +152,7 @@ class Case:
 
     @property
     def has_prepass_form(self) -> bool:
-        """Whether a pre-pass may copy k, v and q: RoPE or fp8, in the dtype of the output."""
+        """True if a pre-pass may copy k, v and q: RoPE or fp8, in the dtype of the output."""
         products = self.dtype_o if self.dtype.itemsize == 1 else self.dtype
         changes = self.position is Position.ROPE or self.dtype_kv.itemsize == 1
         return changes and products.itemsize == 2 and self.dtype_o == products

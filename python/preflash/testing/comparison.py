@@ -55,7 +55,7 @@ from .oracle import LOG2_E, Expected
 
 FLOAT32_ROUNDOFF = 2.0**-24
 LSE_SLACK = 2.0**-13
-# Of e4m3 products: bits that the tensor core keeps, and what a logit and a sum of one sign lose.
+# Errors of e4m3 products: bits that the tensor core keeps, loss of a logit, of a one-sign sum.
 PRODUCT_GRID = 2.0**-13
 PRODUCT_ERRORS = 46.0
 PRODUCT_BIAS = 0.044
@@ -65,7 +65,7 @@ HARDWARE_TANH_ERROR = 2.0**-10.987
 
 
 def capped_by_hardware() -> bool:
-    """Whether fa3 caps logits by the GPU's own tanh (docs/guide.md, Scale, soft cap, LSE)."""
+    """True if fa3 caps logits by the GPU's own tanh (docs/guide.md, Scale, soft cap, LSE)."""
     return os.environ.get("PREFLASH_SOFT_CAP", "hardware") == "hardware"
 
 
@@ -81,7 +81,7 @@ def logit_roundings(head_dim_qk: int) -> float:
 
 @dataclasses.dataclass
 class Report:
-    """What a comparison found. `failures` is empty when the result is right."""
+    """Errors found by a comparison. `failures` is empty when the result is right."""
 
     max_abs_error: float = 0.0
     rel_frobenius: float = 0.0

@@ -32,7 +32,7 @@ class Request:
 
 @dataclasses.dataclass
 class Inputs:
-    """What the wrappers take. Ragged: k, v, kv_indptr in tokens. Paged: cache and a page table."""
+    """Inputs of the wrappers. Ragged: k, v, kv_indptr in tokens. Paged: cache and a page table."""
 
     case: Case
     q: torch.Tensor
@@ -49,7 +49,7 @@ class Inputs:
     page_table: list[list[int]] | None = None
     sinks: torch.Tensor | None = None
     scales: HeadScales = dataclasses.field(default_factory=HeadScales)
-    variant: str = ""  # of the kernel that ran last (runner.run)
+    variant: str = ""  # id of the kernel that ran last (runner.run)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -301,5 +301,5 @@ def attach_masks(inputs: Inputs, masks: list[torch.Tensor], device) -> None:
     flat = torch.cat([mask.flatten() for mask in masks])
     if inputs.case.mask is MaskKind.PACKED:
         inputs.packed_custom_mask = torch.cat([pack_little(mask) for mask in masks]).to(device)
-    else:  # of integers any that is not zero keeps
+    else:  # any non-zero integer keeps
         inputs.custom_mask = flat.byte() * 3 if inputs.case.mask is MaskKind.CUSTOM_UINT8 else flat

@@ -35,7 +35,7 @@ class Expected:
     # Like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE.
     logit_spread: torch.Tensor
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
-    # Of queries of 8 bits, 0 elsewhere; what products of 8 bits lose (comparison.py).
+    # Errors of 8-bit products (comparison.py), for 8-bit queries, else 0.
     # Like lse: |sm_scale| times the largest of the products q_d k_d and their sums over 32, 64, ...
     product_bound: torch.Tensor
     small: torch.Tensor  # like out: sum_j min(p_j, 2^-12 max_j p_j) |v_j|
@@ -81,7 +81,7 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """What happens between q.k and the softmax, and to the output."""
+    """Steps between q.k and the softmax, and those applied to the output."""
 
     sm_scale: float
     causal: bool = False
@@ -125,7 +125,7 @@ def kept(
 
 
 def _first_keys(pipeline: Pipeline, diagonal: torch.Tensor) -> torch.Tensor:
-    """Of rows whose last causal keys are `diagonal`: the first key by window and chunk."""
+    """First key that window and chunk keep, for rows whose last causal keys are `diagonal`."""
     first = torch.zeros_like(diagonal)
     if pipeline.window_left >= 0:
         first = first.maximum(diagonal - pipeline.window_left)
@@ -135,7 +135,7 @@ def _first_keys(pipeline: Pipeline, diagonal: torch.Tensor) -> torch.Tensor:
 
 
 def kept_pairs(pipeline: Pipeline, qo_len: int, kv_len: int) -> int:
-    """How many pairs of a query and a key kept() keeps without a custom mask."""
+    """Number of query-key pairs that kept() keeps without a custom mask."""
     diagonal = torch.arange(kv_len - qo_len, kv_len, device="cpu")
     last = diagonal if pipeline.causal else torch.full_like(diagonal, kv_len - 1)
     return int((last - _first_keys(pipeline, diagonal) + 1).clamp(min=0).sum())
@@ -230,8 +230,8 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_sum(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Of each row of q [..., rows, D] with any of k [..., S, D]: the largest of |q_d k_d|, bounded
-    by the maxima of both, and of the |sums| over the first 32, 64, ... dimensions."""
+    """Largest intermediate of q.k for each row of q [..., rows, D] with any of k [..., S, D]:
+    |q_d k_d|, with |k_d| bounded by its maximum, and |sums| of the first 32, 64, ... dimensions."""
     products = q.abs() * _most(k.abs().transpose(-1, -2), 0.0)[..., None, :]
     largest, total = products.amax(-1), 0.0
     for first in range(0, q.shape[-1], 32):

@@ -19,7 +19,7 @@ from .comparison import Report, poison
 from .inputs import Inputs
 from .oracle import Expected, reference
 
-# What the ids of kernels begin with that multiply 8 bits as they are stored.
+# Prefix of the ids of kernels that multiply 8-bit operands as stored.
 PRODUCTS_OF_8_BITS = "sm90_e4m3_"
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
@@ -58,7 +58,7 @@ def plan_arguments(inputs: Inputs) -> tuple[tuple, dict]:
 
 
 def _options_of(inputs: Inputs, kind: type) -> dict:
-    """Those that plan() and the single function call the same."""
+    """Options that have the same name in plan() and in the single function."""
     case = inputs.case
     elsewhere = {"num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "page_size", "o_dtype"}
     names = {field.name for field in dataclasses.fields(case)} - elsewhere
@@ -92,7 +92,7 @@ def run(wrapper, inputs: Inputs, **options):
 
 
 def _tensors(inputs: Inputs) -> tuple:
-    """What run() takes first."""
+    """The first arguments of run(): q, and the cache or k and v."""
     return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
 
 
@@ -152,7 +152,7 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
 def planned(inputs: Inputs, *, backend: str, size: int = WORKSPACE_BYTES, **plan_overrides):
     """A fresh wrapper, planned; its workspace has `size` bytes, or what a fixed split takes."""
     case, device = inputs.case, inputs.q.device
-    if case.fixed_split_size:  # which is kept whatever it costs
+    if case.fixed_split_size:  # the planner keeps it whatever memory it takes
         probe = make_wrapper(case, backend=backend, device=device)
         positional, options = plan_arguments(inputs)
         size = max(size, probe.workspace_size(*positional, **{**options, **plan_overrides})[0])

@@ -49,7 +49,7 @@ def baselines_of(row: Row, device: torch.device) -> dict[str, Prepare]:
 
 
 def others_of(row: Row) -> dict[str, Prepare]:
-    """Those of other packages, where they import."""
+    """Baselines of other packages, where they import."""
     found: dict[str, Prepare] = {}
     if row.case.fixed_split_size is not None or row.case.disable_split_kv:
         return found
@@ -85,7 +85,7 @@ def _sdpa(backend: SDPBackend, inputs: Inputs) -> Call:
 
 
 def _varlen(inputs: Inputs) -> tuple[tuple, bool]:
-    """What variable-length calls take, and whether they are causal."""
+    """Arguments of variable-length calls, and True if they are causal."""
     case, device = inputs.case, inputs.q.device
     offsets = (indptr(case.qo_lens, device), indptr(case.kv_lens, device))
     longest = (max(case.qo_lens), max(case.kv_lens))
@@ -122,9 +122,9 @@ def _planned_once(planned: Callable[[Inputs], Any]) -> Prepare:
 
 
 def _flashinfer(module: ModuleType, inputs: Inputs) -> Any:
-    """Its wrapper, of which preflash has the API."""
+    """FlashInfer's wrapper, planned; its API is preflash's."""
     case, positional = inputs.case, runner.plan_arguments(inputs)[0]
-    # For decode its fa3 takes a whole tile of queries, and three times as long as its fa2.
+    # For decode, flashinfer's fa3 computes a full tile of queries: three times its fa2's time.
     backend = "fa2" if max(case.qo_lens) == 1 and inputs.q.is_cuda else "auto"
     dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype}
     try:

@@ -27,7 +27,7 @@ _ROWS = 5  # compared with the oracle
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """Options of the function beside causal attention."""
+    """Options of the function on top of causal attention."""
 
     window_left: int = -1
     chunk: int = 0
@@ -47,7 +47,7 @@ class Mode:
         return Pipeline(_HEAD_DIM**-0.5, causal=True, **bounds)
 
     def pairs(self, tokens: int) -> int:
-        """Of a query and a key that it keeps, tiles that are skipped included."""
+        """Query-key pairs that the mask keeps, those in skipped tiles included."""
         return kept_pairs(self.pipeline, tokens, tokens)
 
 
@@ -117,7 +117,7 @@ def fmha_calls(result: Result, place: Place, repeats: int) -> Calls:
 
 def _add_peaks(inputs: Inputs) -> None:
     block = torch.arange(inputs.k.shape[0], device=inputs.k.device) // 128
-    high = 2.0 * _HEAD_DIM**0.25  # of q and of k: 4 in the logit
+    high = 2.0 * _HEAD_DIM**0.25  # in q and in k: adds 4 to the logit
     inputs.q[..., 0] = high
     inputs.k[..., 0] = (block % 16 == 0).to(inputs.k.dtype)[:, None] * high
 
@@ -142,7 +142,7 @@ def _call(inputs: Inputs, mode: Mode, place: Place) -> Call:
 
 
 def _check(inputs: Inputs, mode: Mode, out: torch.Tensor) -> None:
-    """Of some rows, beside the oracle; those at the ends are where masks go wrong."""
+    """Checks some rows against the oracle, with the first and the last, where masks go wrong."""
     last = inputs.q.shape[0] - 1
     rows = torch.linspace(0, last, _ROWS, dtype=torch.float64, device="cpu").long()
     expected = reference(inputs, pipeline=mode.pipeline, rows=[rows])

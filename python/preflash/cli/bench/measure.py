@@ -1,4 +1,4 @@
-"""How a row is measured: every call is checked against the oracle, then all are timed together."""
+"""Measures a row: checks every call against the oracle, then times all of them together."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Result:
 
     row: BenchRow
     variant: str = ""
-    launches: int = 0  # of a row of prefill beside decode
-    us: dict[str, float] = field(default_factory=dict)  # by the name of the call
+    launches: int = 0  # of a POD row
+    us: dict[str, float] = field(default_factory=dict)  # time by call name
     absent: dict[str, str] = field(default_factory=dict)
-    baselines: list[str] = field(default_factory=list)  # the names of those that are not ours
+    baselines: list[str] = field(default_factory=list)  # names of calls that are not ours
     distance: dict[str, float] = field(default_factory=dict)
     plan_us: float | None = None
     run_cpu_us: float | None = None  # on a GPU: time of the calling thread
-    error_ratio: float | None = None  # of ours: largest error divided by its bound
+    error_ratio: float | None = None  # of preflash: largest error divided by its bound
     failure: str = ""
 
     def speed(self, name: str) -> float:
@@ -76,7 +76,7 @@ def measured(
 
 @contextlib.contextmanager
 def _noted(result: Result) -> Iterator[None]:
-    """What ours fails with is part of the result: the baselines and other rows still count."""
+    """Notes preflash's errors in the result, so that baselines and other rows still count."""
     try:
         yield
     except NotImplementedError as error:
@@ -113,7 +113,7 @@ class Trial:
         self._expected = self._sample.expected(self.sets[0])
 
     def report(self, out: torch.Tensor, lse: torch.Tensor | None = None) -> Report:
-        """Of a result of the first set."""
+        """Compares a result for the first set of inputs with the oracle's."""
         lse = None if lse is None else self._sample.of(lse)
         return runner.compare(self.sets[0], self._sample.of(out), lse, self._expected)
 
@@ -125,7 +125,7 @@ class Trial:
         return report.worst
 
     def planned(self, result: Result):
-        """Our wrapper; its first result is right."""
+        """Plans our wrapper, and checks its first result."""
         wrapper = runner.planned(self.sets[0], backend=self.place.backend, size=WORKSPACE_BYTES)
         result.variant = wrapper.variant
         result.error_ratio = self.check(*runner.run(wrapper, self.sets[0]))

@@ -21,7 +21,7 @@ class Metric(enum.Enum):
 
 
 class Baseline(enum.Enum):
-    """What a row is measured against, in the same run."""
+    """A baseline that a row is measured against, in the same run."""
 
     SDPA = "sdpa"  # torch's scaled_dot_product_attention, once per backend
     VARLEN = "varlen"  # torch's variable-length FA2 operator, GPU only
@@ -30,7 +30,7 @@ class Baseline(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class BenchRow:
-    """What is measured together: a case, and what further fields say."""
+    """One row of a benchmark: a case, and the further fields of subclasses."""
 
     case: Case
 
@@ -44,7 +44,7 @@ class BenchRow:
 
     @property
     def calls_per_graph(self) -> int:
-        """How often a CUDA graph holds the call that is timed."""
+        """Timed calls per CUDA graph."""
         return 10
 
     def with_dtype(self, dtype: torch.dtype) -> BenchRow:

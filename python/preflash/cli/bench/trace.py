@@ -60,14 +60,14 @@ class Timeline:
         return max((span.end_us for span in self.spans), default=0.0)
 
     def lanes(self) -> list[list[list[Span]]]:
-        """Of each processor, its lanes."""
+        """The lanes of each processor."""
         held: dict[int, list[Span]] = {processor: [] for processor in self.processors}
         for span in self.spans:
             held[span.processor].append(span)
         return [lanes(spans) for spans in held.values()]
 
     def summary(self) -> str:
-        """How the time of the processors was spent."""
+        """Sentence on how the processors spent their time."""
         if not self.spans:
             return "no work item ran"
         by_processor = [[span for lane in held for span in lane] for held in self.lanes()]
@@ -88,7 +88,7 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where a launch put its records, and the tokens of each of its requests."""
+    """The range of a launch's records, and the query tokens of each of its requests."""
 
     kernel_id: str
     first: int
@@ -221,8 +221,8 @@ def trace(name: str, place: Place, rows: Sequence[BenchRow]) -> None:
 
 
 def _paths(name: str) -> list[pathlib.Path]:
-    """What to write: without one of the known endings, both. Refuses what could not be written once
-    the work is done."""
+    """Files to write: for a name without an ending, .json and .png. Raises CommandError before the
+    work for a file that could not be written after it."""
     path = pathlib.Path(name)
     if path.suffix not in ("", ".json", *PICTURES):
         raise CommandError(
