@@ -6,7 +6,7 @@ import spec
 
 
 def smem_bytes(variant: spec.Variant) -> int:
-    """Of one CTA of a kernel; tests/codegen holds the compiled ones to it."""
+    """Shared memory per CTA of a kernel, in bytes; tests/codegen holds compiled kernels to it."""
     first = _of_segment(variant, variant.tile, variant.values["position"] == "alibi")
     if variant.second_tile is None:
         return first

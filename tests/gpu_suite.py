@@ -93,7 +93,7 @@ class Order:
 
 
 class Results:
-    """What became of every test that was collected."""
+    """Outcomes of all collected tests, and the report of them."""
 
     def __init__(self, settings: dict) -> None:
         self._settings = settings
@@ -153,7 +153,7 @@ class Results:
 
 
 def _reason(report) -> str:
-    """Of a skip; what differs from test to test is left out."""
+    """Reason of a skip, without what differs from test to test."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     text = text.removeprefix("Skipped: ").strip() or "no reason given"
     first = text.partition(". Compiled for it")[0].splitlines()[0]

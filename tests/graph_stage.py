@@ -57,7 +57,7 @@ def _recording(recorder: _Recorder):
 
 
 def capture(recorder: _Recorder, device: str, run, stream=None):
-    """What run() launches, as something with a replay()."""
+    """Captures what run() launches; returns an object with replay()."""
     if device == "cpu":
         with _recording(recorder) as calls:
             run()

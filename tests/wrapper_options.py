@@ -25,7 +25,7 @@ def graph_options(inputs: Inputs) -> dict:
 
 
 def hints(inputs: Inputs) -> dict:
-    """What plan() may be told of the lengths and pages in other forms."""
+    """Optional arguments of plan() that repeat the lengths and pages in other forms."""
     case, device = inputs.case, inputs.qo_indptr.device
     found = {
         "seq_lens_q": torch.tensor(case.qo_lens, dtype=torch.int32, device=device),

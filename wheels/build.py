@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Parts:
-    """What all wheels of a CUDA version share."""
+    """Paths that all wheels of a CUDA version share."""
 
     kernels: Path  # the directory of its libraries
     core: Path
@@ -217,7 +217,7 @@ def interpreter(version: str, directories: list[Path]) -> str | None:
 
 
 def build_wheel(row: Row, version: str, python: str, parts: Parts) -> Path:
-    """One wheel, as the build backend names it."""
+    """Builds one wheel, named as the build backend names it."""
     backend = environment(WORK / "python" / version, python, *BUILD_BACKEND)
     out = row.work / version
     shutil.rmtree(out, ignore_errors=True)
@@ -257,7 +257,7 @@ def repaired(wheel: Path, tag: str, tools: Path, out: Path) -> Path:
 
 
 def commit_time() -> str:
-    """Of the sources, for timestamps inside of archives."""
+    """Commit time of the sources, for timestamps inside archives."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
     found = subprocess.run(command, capture_output=True, text=True)
     return found.stdout.strip() if found.returncode == 0 else "1700000000"

@@ -66,7 +66,7 @@ except (NotImplementedError, ValueError) as error:
 def problems(
     wheel: Path, python: str | None = sys.executable, torch: str | None = None
 ) -> list[str]:
-    """What is wrong with the wheel, one sentence each; empty when it may be published.
+    """Returns what is wrong with the wheel, one sentence each; empty if it may be published.
 
     Args:
         wheel: the file; its name tells the tags.

@@ -63,7 +63,7 @@ def _link(wheel: Path) -> str:
 
 
 def installed(folder: Path) -> str:
-    """What pip installs for this Python from a server of the folder, on the loopback: a file name.
+    """Pip-installs from a loopback server of the folder; returns the release and module names.
 
     Raises:
         subprocess.CalledProcessError: pip finds no wheel, or one that its hash does not fit.

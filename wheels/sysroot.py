@@ -38,7 +38,7 @@ set(CMAKE_CUDA_FLAGS_INIT "-Xcompiler=${{map}}")
 
 
 def prefix_of(machine: str) -> str:
-    """Of the names of its compilers; Debian's packages g++-aarch64-linux-gnu have them."""
+    """Prefix of the machine's compiler names, as Debian's g++-aarch64-linux-gnu installs them."""
     return "" if machine == platform.machine() else f"{machine}-linux-gnu-"
 
 

@@ -50,7 +50,7 @@ _SPLITTING_AXES = (
 
 @dataclass(frozen=True)
 class Build:
-    """What one build compiles."""
+    """Contents of one build."""
 
     preset: str
     architectures: Sequence[str]
@@ -58,7 +58,7 @@ class Build:
 
     @property
     def families(self) -> list[Family]:
-        """Those that have a variant here."""
+        """Families with a variant in this build."""
         return list({v.family: v.family_facts for v in self.variants}.values())
 
     def architectures_of(self, family: Family) -> list[str]:
@@ -75,7 +75,7 @@ class Source:
 
 
 def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
-    """What a family is compiled for, of the entries of PREFLASH_ARCHS; nothing: it is left out."""
+    """PREFLASH_ARCHS entries that a family is compiled for; if none, the build omits it."""
     if family.on_cpu:
         return []
     if not family.architecture:
@@ -85,8 +85,9 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """Of kernels one file per family, dtypes and head_dim, or several where it would be long. On
-    the CPU a variant is a line of the registry and no code: one file has them all."""
+    """Returns the sources. Kernels of one family, dtypes and head_dim share a file, or several if
+    it would be long. A CPU variant is a line of the registry without code: one file has them
+    all."""
     result = []
     groups: dict[str, list[Variant]] = {}
     of_cpu = [variant for variant in variants if variant.family_facts.on_cpu]
@@ -106,7 +107,7 @@ def sources(variants: Sequence[Variant]) -> list[Source]:
 
 
 def _even_parts(name: str, members: Sequence[Variant]) -> dict[str, Sequence[Variant]]:
-    """In runs of MAX_KERNELS_PER_FILE at most, equally long."""
+    """Splits the members into equal runs of at most MAX_KERNELS_PER_FILE."""
     count = ceil(len(members) / MAX_KERNELS_PER_FILE)
     ends = [len(members) * i // count for i in range(count + 1)]
     return {
@@ -116,7 +117,7 @@ def _even_parts(name: str, members: Sequence[Variant]) -> dict[str, Sequence[Var
 
 
 def _parts_by_axes(name: str, members: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """In parts of MAX_HOPPER_KERNELS_PER_FILE at most, named by the axes that tell them apart."""
+    """Splits into at most MAX_HOPPER_KERNELS_PER_FILE each, named by the axes that differ."""
     parts = {name: list(members)}
     for axis in _SPLITTING_AXES:
         if max(map(len, parts.values())) <= MAX_HOPPER_KERNELS_PER_FILE:
@@ -219,7 +220,7 @@ def bind_vocabulary_text(vocabulary: Vocabulary) -> str:
 
 
 def variants_json(build: Build) -> str:
-    """What `python -m preflash variants` shows."""
+    """Returns the JSON that `python -m preflash variants` shows."""
     rows = [
         {"id": v.id, "backend": v.backend, **v.fields, "tile": asdict(v.tile), **_second(v)}
         for v in build.variants

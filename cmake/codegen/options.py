@@ -44,12 +44,12 @@ class Option:
 
     @property
     def initial(self) -> str:
-        """What it is where it is not given; "": it is required."""
+        """Default of the option, as Python text; "" if the option is required."""
         return self.default or ("None" if "None" in self.type else "")
 
     @property
     def of_operator(self) -> str:
-        """Its part of an operator's schema; "": none."""
+        """Part of an operator's schema for this option; "" if it has none."""
         elsewhere = self.result or self.neutral or self.check == PERMISSION
         if elsewhere or self.type in _BESIDE_OPTIONS:
             return ""
@@ -96,7 +96,7 @@ class Table:
         return [option.name for option in self.options.values() if call.name in option.keyword_of]
 
     def options_of(self, call: Call) -> list[Option]:
-        """In the order of the rows, as this call has them."""
+        """Options of a call, in the order of the rows, with the call's types and defaults."""
         names = {*call.positional, *self.keywords(call)}
         changes = {
             name: {
@@ -112,7 +112,7 @@ class Table:
 
 
 def read_table(document: Mapping) -> Table:
-    """Of a parsed options.toml. Raises SpecError for a name that it does not explain."""
+    """Reads a parsed options.toml. Raises SpecError for a name that the file does not explain."""
     table = Table(
         {name: _row(Option, name, row) for name, row in document["option"].items()},
         {name: _row(Field, name, row) for name, row in document["field"].items()},
@@ -186,7 +186,7 @@ def _quoted(name: str) -> str:
 
 
 def _packed(items: Iterable[str], separator: str = ",") -> list[str]:
-    """In lines of up to 100 columns, none of which breaks an item."""
+    """Packs the items into lines of up to 100 columns; breaks between items only."""
     lines = [""]
     for item in items:
         if len(lines[-1]) + len(item) > 90:
@@ -225,7 +225,7 @@ def visits(table: Table) -> str:
 
 
 def stub(table: Table) -> str:
-    """The same for _core.pyi."""
+    """Fields of AttentionOptions, for _core.pyi."""
     fields = [f"{one.name}: {one.type}" for one in table.fields.values()]
     lines = ["def __init__(", "    self,", "    *,", *(f"    {one} = ...," for one in fields)]
     lines += [") -> None: ..."]

@@ -98,7 +98,7 @@ def _typed_fields(vocabulary: Vocabulary) -> list[tuple[str, str, Axis]]:
 
 
 def _default(vocabulary: Vocabulary, kind: str, axis: Axis) -> str:
-    """What a field of the axis starts as: its default, or its type's first value."""
+    """Initial value of a field of the axis: the axis's default, or its type's first value."""
     if kind == "int":
         return "0"
     enum = vocabulary.enums[kind]

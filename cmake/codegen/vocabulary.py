@@ -76,7 +76,7 @@ class Enum:
 
     @property
     def renamed(self) -> bool:
-        """Whether the binding has other names."""
+        """True if a value has another name in the binding."""
         return any(value.python for value in self.values.values())
 
     def cpp(self, value: str) -> str:
@@ -134,7 +134,7 @@ class Vocabulary:
 
 
 def read_vocabulary(document: Mapping) -> Vocabulary:
-    """Of a parsed forward.toml. Raises SpecError for what contradicts itself."""
+    """Reads a parsed forward.toml. Raises SpecError if the file contradicts itself."""
     families = {
         name: _checked_family(_table(Family, f"[family.{name}]", {"name": name, **row}))
         for name, row in document.get("family", {}).items()

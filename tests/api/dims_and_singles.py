@@ -1,4 +1,4 @@
-"""What tests of one option after the other go through: head dims, masks, single requests."""
+"""Helpers that the tests of each option share: head dims, masks, single requests."""
 
 import itertools
 from collections.abc import Iterator

@@ -189,7 +189,7 @@ def test_examples_compute_attention(target):
 
 
 def test_pod_example(target):
-    """Where the documentation has a TODO, a prefill runs beside the batch."""
+    """The documented POD example, with a prefill where the documentation has a TODO."""
     device = target.device
     num_layers = layers(target)
     num_qo_heads = 64
@@ -246,7 +246,7 @@ def test_pod_example(target):
 
 
 def test_batch_pod_example(target):
-    """As documented; on the CPU a sixteenth of the tokens and requests."""
+    """The documented example; on the CPU, a sixteenth of the tokens and requests."""
     device = target.device
     fewer = 1 if device == "cuda" else 16
     num_layers = 8 if device == "cuda" else 1

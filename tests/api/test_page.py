@@ -320,7 +320,7 @@ def test_refusals(target, mistake, monkeypatch):
 
 
 def test_tokens_move_within_a_cache(target):
-    """As if all were read before any is written: each goes where the next one was."""
+    """Each token moves to the next one's slot, as if all were read before any is written."""
     tokens = 50
     cache = torch.randn(64, 2, 1, 2, 8, device=target.device)
     before = cache.clone()

@@ -87,7 +87,7 @@ def test_segment_packbits_feeds_plan(target):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
 def test_any_dtype(target, dtype):
-    """What is not zero is a 1, also what a cast to bytes would lose."""
+    """Packs every nonzero value as 1, even one that a cast to bytes would lose."""
     x = torch.tensor([0, 1, 2, 0, -1, 0, 3, 0, 1, 0]).to(dtype)
     if dtype.is_floating_point:
         x = x / 256

@@ -117,7 +117,7 @@ def assert_close(got, expected, dtype, exact=None):
 
 
 def assert_greedy(name, target, dtype, prompt, mask, got, expected):
-    """The same tokens in float32; in bfloat16 each is the best but for roundings of logits."""
+    """Requires equal tokens in float32; in bfloat16, each the best but for rounding of logits."""
     if dtype == torch.float32:
         assert torch.equal(got, expected)
         return
@@ -132,7 +132,7 @@ def assert_greedy(name, target, dtype, prompt, mask, got, expected):
 
 
 def compare(name, target, dtype, call, rows=slice(None)):
-    """What call() makes of both models, in float32 also of eager in full precision."""
+    """Compares call() of both models; eager in float32 gives the exact result for other dtypes."""
     eager, model = (call(m)[rows] for m in pair(name, target, dtype))
     exact = None
     if dtype != torch.float32:

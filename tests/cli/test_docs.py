@@ -16,7 +16,7 @@ def prose(document):
 
 
 def anchors(document):
-    """What GitHub makes of the headings."""
+    """Anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}

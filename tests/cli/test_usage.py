@@ -1,5 +1,5 @@
-"""What is no fault of the kernels: output that goes nowhere, problems that are none, an environment
-that says nonsense. One line, exit code 2, and before any work."""
+"""Failures outside the kernels: output that cannot be written, invalid problems, an invalid
+environment. Errors are one line, exit code 2, before any work."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_check_without_a_stderr(redirect):
 
 
 def test_a_message_without_a_stderr():
-    """It does not go to stdout instead."""
+    """The message does not go to stdout instead."""
     done = shell(f"{PYTHON} check --backend fa9 2>&-")
     assert (done.returncode, done.stdout) == (2, "")
 
@@ -67,7 +67,7 @@ def test_a_full_disk(command):
 
 
 def refused(capsys, command: str, *parts: str) -> None:
-    """In this process: for what does not matter how the process was started."""
+    """Runs the command in this process, for cases that do not depend on how it was started."""
     assert cli.main(command.split()) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -85,7 +85,8 @@ def test_an_environment_that_says_nonsense(monkeypatch, capsys, name, command):
 
 
 def test_an_environment_that_replaces_the_backend(monkeypatch, capsys):
-    """Which is what is checked: cpu passes for no other one, and nothing at all is no success."""
+    """PREFLASH_BACKEND alone is checked: a check of cpu never passes for another backend, and a
+    check of nothing is no success."""
     monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
     assert [place.backend for place in choose_places(None)] == ["cpu"]
     refused(capsys, "check --quick --backend fa2", "--backend fa2: PREFLASH_BACKEND=cpu in the env")
@@ -103,7 +104,7 @@ def test_an_environment_that_replaces_the_backend(monkeypatch, capsys):
     ],
 )
 def test_a_report_that_cannot_be_written(monkeypatch, tmp_path, capsys, option, file, why):
-    """It is told before anything is measured."""
+    """The error comes before anything is measured."""
     (tmp_path / "directory.json").mkdir()
     monkeypatch.chdir(tmp_path)
     refused(capsys, f"bench --quick --backend cpu {option} {file}", f"{option} {file}: {why}")

@@ -1,4 +1,4 @@
-"""Where a kernel's machine code touches local memory: reads what cuobjdump prints.
+"""Finds where a kernel's machine code touches local memory, in the output of cuobjdump.
 
 A kernel's main loops are the innermost loops that hold both matrix products and exponentials. A
 loop is that of a backward branch: its header dominates the branch (natural loops). Convergence
@@ -32,7 +32,7 @@ BREAKS_BLOCK = JUMPS | ENDS | {"CALL", "BSYNC", "BREAK"}
 
 
 def find_cuobjdump() -> str | None:
-    """That of the toolkit, or of the package nvidia-cuda-cuobjdump."""
+    """Path of cuobjdump in the toolkit or the package nvidia-cuda-cuobjdump; None if missing."""
     found = shutil.which("cuobjdump")
     if found:
         return found
@@ -232,7 +232,7 @@ class Flow:
 
 
 def has_two_addresses(instruction: Instruction) -> bool:
-    """Whether a copy to shared memory adds a uniform register to its target's address."""
+    """True if a copy to shared memory adds a uniform register to its target's address."""
     return instruction.opcode == "LDGSTS" and bool(COPY_TO_TWO.match(instruction.operands))
 
 

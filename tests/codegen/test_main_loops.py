@@ -1,4 +1,4 @@
-"""What the machine code of the built kernels does in its main loops (sass.py)."""
+"""Checks the main loops in the machine code of the built kernels (sass.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_loop_ends_at_its_backward_branch():
 
 
 def test_convergence_is_followed():
-    """Without where a BSYNC continues, the exponential would be out of reach."""
+    """The exponential is out of reach unless a BSYNC continues where its BSSY says."""
     lost = LOOP.replace("BSYNC B0", "BSYNC B1")
     with pytest.raises(ValueError, match="no loop"):
         sass.local_accesses_of_main_loops(code_of(lost))

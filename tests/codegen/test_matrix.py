@@ -500,8 +500,8 @@ SINGLE = {("softcap", *PLAIN[1:]), ("plain", "alibi", *PLAIN[2:]), SINGLE_MASK, 
 
 
 def test_options_together_are_at_run_time(matrix):
-    """Of each kind of kernel one has them all; beside it stand those that a row of [[options]]
-    says."""
+    """Each kind of kernel has one variant with all its options; the others are those that a row of
+    [[options]] names."""
     tall = kinds_of(matrix, "sm80", segments="one", tile_class="prefill", load="direct")
     for kind, options in tall.items():
         singles = {"64": {SINGLE_MASK, SKIPPING}, "512": SINGLE - {SKIPPING}}

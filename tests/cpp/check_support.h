@@ -1,5 +1,5 @@
-// What the checker needs around its cases: poisoned device arrays of exact size, comparison, and
-// the double-precision merge of attention states.
+// Helpers for the checker's cases: poisoned device arrays of exact size, comparison, and the
+// double-precision merge of attention states.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -27,7 +27,7 @@ struct CombineInputs {
   int num_tokens = 1;  // token 0 belongs to nobody
 };
 
-// Of the tile that `merge` merges.
+// Number of rows of the tile that `merge` merges.
 inline int rows_of(const CombineCase& c, const CombineInputs& in, const MergeItem& merge) {
   int left = in.requests[merge.request].qo_len * c.group_size - merge.row_begin;
   return std::min(left, c.tile_rows());

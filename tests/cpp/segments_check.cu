@@ -41,7 +41,7 @@ struct Lengths {
   int qo, kv;
 };
 
-// What a case asks of one segment. page_size 0: ragged.
+// One segment's shapes and options in a case. page_size 0: ragged.
 struct SideCase {
   std::vector<Lengths> requests;
   int page_size = 16;

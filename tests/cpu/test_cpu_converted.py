@@ -1,4 +1,4 @@
-"""What the cpu backend makes of the cases of kernels that rotate and widen (converted_cases)."""
+"""Runs the cases of kernels that rotate and dequantise (converted_cases) on the cpu backend."""
 
 import pytest
 from converted_cases import CASES

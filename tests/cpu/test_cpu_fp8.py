@@ -45,7 +45,7 @@ def test_every_code_of_v(dtype, subnormals_are_zero):
 
 
 def test_subnormal_halves_where_subnormals_are_zero():
-    """Those of float16 itself, which e5m2 is a part of."""
+    """float16's own subnormals, which include those of e5m2, keep their bits."""
     v = torch.arange(256, dtype=torch.int16).view(torch.float16).reshape(1, 1, 256)
     q = k = torch.zeros(1, 1, 256, dtype=torch.float16)
     try:

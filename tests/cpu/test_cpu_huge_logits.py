@@ -192,7 +192,7 @@ def test_bounds(pattern, magnitude, options, split):
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 @pytest.mark.parametrize("largest", [1.0, 0.0, -1.0])
 def test_masked_keys_beside_huge_ones(largest, magnitude, split):
-    """What is masked may be larger or smaller; a row that keeps nothing is 0 and -inf."""
+    """Masked logits may be larger or smaller; a row that keeps no key is 0, with LSE -inf."""
     keys = np.where(np.arange(KEYS) % 3 == 0, largest, -1.0)
     given = in_scale(magnitude, keys, torch.float32)
     mask = np.random.default_rng(5).random((ROWS, KEYS)) < 0.5
@@ -211,7 +211,7 @@ MIXED = np.array([1.0, 2.0**-40, -1.0, 0.0, -(2.0**-30), 2.0**-10, 1.0, -(2.0**-
 @pytest.mark.parametrize("rows", [3, 8, 33])
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_rows_do_not_see_their_neighbours(magnitude, rows, split):
-    """One vector holds huge rows and others: right, and to the bit what each is by itself."""
+    """Huge and other rows in one vector are right, and bit-identical to each row by itself."""
     factors = np.resize(MIXED, rows)
     given = in_data(magnitude, PATTERNS["rising"], torch.float32)
     given.rows = factors * given.rows[0]

@@ -121,7 +121,7 @@ def test_random_pairs(seed):
 
 
 def test_a_fixed_split_keeps_its_bits():
-    """What is beside a segment does not change its result."""
+    """A segment's result is the same alone and with another segment."""
     _, results = check((SPLIT_PREFILL, SPLIT))
     for inputs, (out, lse) in results:
         wrapper = runner.make_wrapper(inputs.case, backend="cpu")
@@ -197,7 +197,7 @@ def test_errors_name_the_segment():
 
 
 def test_other_backends_refuse_two_segments():
-    """What their kernels of two segments do not have; an explicit one says what would work."""
+    """Options without two-segment kernels are refused; the error says what would work."""
     capped = dataclasses.replace(DECODE, name="capped", soft_cap=20.0)
     request = planned([build(capped, seed=0)])[1][0].request
     segments = [(request.options, request.lengths.batch, 0)] * 2

@@ -51,13 +51,13 @@ def same(a, b) -> bool:
 
 
 def in_threads(*functions):
-    """Their results; each in a Python thread of its own, all at once."""
+    """Runs the functions at once, each in its own Python thread; returns their results."""
     with ThreadPoolExecutor(len(functions)) as pool:
         return [future.result() for future in [pool.submit(f) for f in functions]]
 
 
 def python(code: str, **environment: str) -> str:
-    """What a new process prints."""
+    """Runs code in a new process and returns what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
@@ -230,9 +230,9 @@ assert all(torch.equal(a, b) for a, b in zip(runner.run(wrapper, inputs), before
 
 
 def jobs_in_a_new_process(*jobs: dict) -> list[dict]:
-    """What threads.run tells of jobs that start 0.1 s apart, and when each ended.
+    """Runs jobs that start 0.1 s apart; returns the result of threads.run and the end of each.
 
-    In a process that has started no helpers yet: as many as these jobs ask for.
+    The process is new, so that it has just the helpers that these jobs ask for.
     """
     code = f"""
 import json, time
@@ -314,7 +314,7 @@ ENTRY_POINTS = {
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, str]:
-    """What each entry point says, twice, with an unknown instruction set."""
+    """Message of each entry point, called twice, for an unknown instruction set."""
     code = f"""
 import preflash, torch
 q, s, ends = torch.randn(5, 2, 64), torch.randn(5, 2), torch.tensor([0, 4, 9])

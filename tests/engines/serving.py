@@ -169,8 +169,8 @@ class Pool:
 
 @dataclass(frozen=True)
 class Load:
-    """What is served. shared: tokens of the last prompt that are the others' prefix in "prefix"; a
-    multiple of the page size."""
+    """Prompts and lengths to serve. shared: tokens of the last prompt that are the others' prefix
+    in "prefix"; a multiple of the page size."""
 
     prompts: tuple[int, ...] = (37, 5, 64, 130)
     generated: int = 6

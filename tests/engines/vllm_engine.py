@@ -104,7 +104,7 @@ class _Kernel:
 
 
 def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_scale, _v_scale):
-    """Of _C_cache_ops, with scales of 1; caches are [pages, tokens, heads, dim]."""
+    """Stands in for vLLM's operator, with scales of 1; caches are [pages, tokens, heads, dim]."""
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     for cache, new in ((k_cache, key), (v_cache, value)):
         if cache.dtype == torch.uint8:

@@ -77,7 +77,7 @@ def _examine(problem: AppendProblem, device: torch.device) -> Verdict:
 
 
 class _Pools:
-    """The same garbage whenever it is made."""
+    """K and V pools of garbage, the same whenever they are made."""
 
     def __init__(self, problem: AppendProblem, device: torch.device | str) -> None:
         case = problem.case
@@ -88,7 +88,7 @@ class _Pools:
 
 
 class _Append:
-    """What is appended, and where."""
+    """Tokens to append, with their requests, positions and page table."""
 
     def __init__(self, problem: AppendProblem) -> None:
         self._problem, case = problem, problem.case

@@ -1,4 +1,4 @@
-"""What `--call NAME` draws and computes for each NAME."""
+"""Draws and computes the problems of each `--call NAME`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _limits(place: Place) -> Limits:
 
 
 def _of(drawn: Any, computed: Any = None) -> Call:
-    """Of a module with a draw() of limits and, unless another one has it, an examine()."""
+    """Makes a Call from drawn.draw() and the examine() of `computed`, if given, or of `drawn`."""
     computed = computed or drawn
     return Call(
         draw=lambda seed, index, place: drawn.draw(seed, index, _limits(place)),

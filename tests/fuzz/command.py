@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass
 class Tally:
-    """What the problems of one place showed."""
+    """Counts of the results of one place's problems."""
 
     passed: int = 0
     failed: int = 0
@@ -193,7 +193,7 @@ def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
 
 
 def _lost(place: Place) -> bool:
-    """Whether the GPU has had a fault that leaves this process without it."""
+    """True if the GPU has had a fault that leaves this process without it."""
     if place.device.type != "cuda":
         return False
     try:

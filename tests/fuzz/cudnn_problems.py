@@ -32,7 +32,7 @@ class Lse(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CudnnCall:
-    """How a case is called."""
+    """Arguments and forms of a case's call."""
 
     apart: bool = False  # requests anywhere and in any order, in each tensor in another
     units: str = "elements"

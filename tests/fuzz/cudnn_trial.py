@@ -26,13 +26,13 @@ from .wrapper_trial import Verdict, verdict_of
 
 @dataclasses.dataclass
 class _Places:
-    """Where the requests begin in one tensor, in tokens."""
+    """Positions of the requests in one tensor, in tokens."""
 
     starts: list[int]
     end: int  # behind the last of them in memory
 
     def rows(self, lengths: Sequence[int]) -> torch.Tensor:
-        """Of all requests, one after the other."""
+        """Row indices of all requests, one after the other."""
         pairs = zip(self.starts, lengths, strict=True)
         return torch.tensor(
             [row for start, length in pairs for row in range(start, start + length)],
@@ -155,7 +155,7 @@ class CudnnInputs:
             )
 
     def _placed_stats(self, rng: random.Random) -> _Places:
-        """As many rows as the padded form has, or as q has."""
+        """Places the LSE of the requests in as many rows as the padded form has, or as q has."""
         case, call = self.case, self.problem.call
         room = self.q.shape[0]
         if call.lse is not Lse.ROWS:
@@ -243,7 +243,7 @@ class CudnnInputs:
 
 
 def _moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same strides there, and the same garbage between the rows."""
+    """Copies to the device with the same strides, and the same garbage between the rows."""
     if t.device == device:
         return t
     whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).to(device)
@@ -251,7 +251,7 @@ def _moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def examine(problem: CudnnProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """One call, or two. What a broken backend raises is a failure like any other."""
+    """Makes one call, or two. An exception of a broken backend is a failure like any other."""
 
     if problem.call.apart and not problem.case.paged:
         # With is_cuda_graph_compatible=True ragged requests lie one after the other in k and v.
@@ -288,8 +288,8 @@ class _Trial:
         self._before = [None if t is None else t.view.clone() for t in (made.out, made.lse)]
 
     def run(self) -> Result:
-        """What one call says of the rows of requests, on the CPU as the oracle has them, and what
-        is wrong beside the numbers."""
+        """Calls once. Returns the rows of requests, on the CPU and in the oracle's order, and all
+        failures other than wrong numbers."""
         made, call = self._made, self._made.problem.call
         out, lse = preflash.cudnn_batch_prefill_with_kv_cache(
             **made.arguments, workspace_buffer=self._workspace.view, backend=self._backend
@@ -343,5 +343,5 @@ def _others(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(t: torch.Tensor, before: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether other rows have other bits."""
+    """True if any bit outside `rows` has changed."""
     return not torch.equal(_others(bits(t), rows), _others(bits(before), rows))

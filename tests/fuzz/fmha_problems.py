@@ -40,7 +40,7 @@ SPARE = 3  # rows before the first request and behind the last
 
 
 class Pools(enum.Enum):
-    """How pages of k and v are given."""
+    """Forms in which pages of k and v are given."""
 
     ONE = "one"  # (q, kv)
     PAIR = "pair"  # (q, (k, v))
@@ -49,7 +49,7 @@ class Pools(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class FmhaCase:
-    """What is asked. In PACKED_QKV keys are as many as queries, and so are heads."""
+    """Case of one call. PACKED_QKV has as many keys as queries, and as many KV heads as heads."""
 
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -90,7 +90,7 @@ class FmhaCase:
 
     @property
     def kv_apart(self) -> bool:
-        """Whether k and v are tensors of their own."""
+        """True if k and v are separate tensors."""
         pools_apart = self.paged and self.pools is not Pools.ONE
         return pools_apart or self.layout == "SEPARATE_Q_K_V"
 
@@ -181,7 +181,7 @@ class FmhaInputs:
 
     @property
     def in_8_bits(self) -> bool:
-        """Whether the products were those of 8 bits."""
+        """True if the kernel multiplied in 8 bits."""
         return self.variant.startswith(runner.PRODUCTS_OF_8_BITS)
 
     def expected(self) -> Expected:
@@ -315,7 +315,7 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
 def examine(
     case: FmhaCase, *, backend: str, device: torch.device | str, lengths_on: str | None = None
 ) -> Verdict:
-    """One call. What a broken backend raises is a failure like any other."""
+    """Makes one call. An exception of a broken backend is a failure like any other."""
 
     def compute() -> Verdict:
         inputs = build(case, str(device), lengths_on)
@@ -325,14 +325,14 @@ def examine(
 
 
 def run(inputs: FmhaInputs, backend: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """One call, which notes its kernel."""
+    """Makes one call and notes its kernel."""
     result = preflash.trtllm_fmha_v2_prefill(**inputs.arguments, backend=backend)
     inputs.variant = _core.last_variant()
     return result
 
 
 def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Verdict:
-    """What is wrong with what the function returned."""
+    """Returns everything that is wrong with the function's result."""
     case = inputs.case
     out, stats = result if case.stats else (result, None)
     expected = inputs.expected()

@@ -37,13 +37,13 @@ class Guarded:
         self.given = self.view if given is None else given
 
     def spilled(self) -> int:
-        """How many elements around the tensor have changed."""
+        """Number of changed elements around the tensor."""
         changed = bits(self._whole) != bits(self._before)
         self._cut(changed).fill_(False)
         return int(changed.sum())
 
     def touched(self) -> bool:
-        """Whether any element has changed, those of the tensor too."""
+        """True if any element has changed, the tensor's own included."""
         return not torch.equal(bits(self._whole), bits(self._before))
 
 

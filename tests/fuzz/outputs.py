@@ -60,7 +60,7 @@ class GivenOutputs:
         return None if self._lse is None else self._lse.given
 
     def settle(self, returned, *, with_lse: bool) -> Result:
-        """What the call made of them. with_lse: whether it returned a pair."""
+        """Returns the call's results and failures. with_lse: the call returned (out, lse)."""
         failures = []
         got_out, got_lse = returned if with_lse else (returned, None)
         for name, got, mine in (("out", got_out, self._out), ("lse", got_lse, self._lse)):

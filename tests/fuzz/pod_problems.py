@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class PodCall:
-    """How both cases are called. A pair is of the prefill and of the decode side."""
+    """Arguments and forms of both cases' call. Pairs are (prefill, decode)."""
 
     return_lse: tuple[bool, bool] = (True, True)
     out: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)

@@ -23,7 +23,7 @@ from .wrapper_trial import Verdict, verdict_of
 
 
 def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
-    """Of both sides, whose wrapper has run in one launch or two."""
+    """Sets the variants of both sides, whose wrapper has run in one launch or two."""
     ids = wrapper.variant.split(", ")
     prefill.variant, decode.variant = ids[0], ids[-1]
 
@@ -87,7 +87,7 @@ def _padding_of(problem: PodProblem) -> Padding:
 
 
 class _Side:
-    """One side: its inputs, its outputs and what it has to be."""
+    """Inputs and outputs of one side, and its expected result."""
 
     def __init__(self, problem: PodProblem, index: int, device) -> None:
         self.name = ("prefill", "decode")[index]
@@ -111,7 +111,7 @@ class _Side:
         )
 
     def options(self) -> dict[str, object]:
-        """Of run(), for its outputs."""
+        """Options of run() for this side's outputs."""
         suffix = self.name[0]
         return {f"out_{suffix}": self._given.out, f"lse_{suffix}": self._given.lse}
 
@@ -164,7 +164,7 @@ class _Trial:
         return self.last
 
     def _run_shorter(self) -> None:
-        """What else a run() of the same plan may bring before."""
+        """Runs the same plan with a shorter prefill first, if the wrapper's run() takes one."""
 
     def plan(self, **overrides) -> None:
         plan_decode(self.wrapper, self._problem.decode, self._arrays(), **overrides)
@@ -184,7 +184,7 @@ class _Trial:
         return torch.tensor([value], dtype=torch.float32, device=self.wrapper.device)
 
     def _dense_mask(self) -> torch.Tensor | None:
-        """Of the prefills; beside a packed one the opposite, if anything."""
+        """Dense mask of the prefills; with a packed mask and other_mask, its inverse."""
         inputs = self._sides[0].inputs
         if inputs.packed_custom_mask is None or not self._problem.call.other_mask:
             return inputs.custom_mask
@@ -228,7 +228,7 @@ class _SingleTrial(_Trial):
         self.wrapper.run(shorter, k, v, decode.q, decode.cache, kv_layout_p=case.layout)
 
     def _masks(self) -> dict[str, object]:
-        """And all other options of this run()."""
+        """Mask options and all other options of this run()."""
         inputs, call = self._sides[0].inputs, self._problem.call
         case, mask = inputs.case, self._dense_mask()
         if inputs.custom_mask is not None:

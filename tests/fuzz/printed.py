@@ -1,4 +1,4 @@
-"""What tests of the fuzzer share: reading what it prints, and what a call returns."""
+"""Helpers that tests of the fuzzer share: reading what it prints, and what a call returns."""
 
 import re
 import shlex

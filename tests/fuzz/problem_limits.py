@@ -1,4 +1,4 @@
-"""What a problem that is spelled out may be: what makes no sense, or is too much to compute, is
+"""Limits of a problem that is spelled out: one that makes no sense, or is too much to compute, is
 refused before anything is computed, with the field, its value and the rule."""
 
 from __future__ import annotations

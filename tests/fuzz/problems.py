@@ -36,7 +36,7 @@ class Brought(enum.Enum):
 
 
 class Scratch(enum.Enum):
-    """How large the float workspace is, as a part of what workspace_size() says."""
+    """Size of the float workspace, as a part of what workspace_size() says."""
 
     WHOLE = "whole"
     HALF = "half"
@@ -44,7 +44,7 @@ class Scratch(enum.Enum):
 
 
 class Copies(enum.Enum):
-    """Whether RoPE and fp8 run on copies: what PREFLASH_PREPASS may say."""
+    """Values of PREFLASH_PREPASS: when RoPE and fp8 run on copies."""
 
     AUTO = "auto"
     ALWAYS = "always"
@@ -52,7 +52,7 @@ class Copies(enum.Enum):
 
 
 class Also(enum.Enum):
-    """What is looked at beside the numbers."""
+    """Further checks, besides the numbers."""
 
     NOTHING = "nothing"
     REPEAT = "repeat"  # two runs, and a second wrapper, give the same bits
@@ -64,7 +64,7 @@ class Also(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """How a case is called."""
+    """Arguments and forms of a case's call."""
 
     entry: Entry = Entry.BATCH
     return_lse: bool = True
@@ -91,7 +91,7 @@ class Call:
 
     @property
     def logits_factor(self) -> float:
-        """What sm_scale is multiplied by."""
+        """Factor by which q_scale and k_scale multiply sm_scale."""
         return (1.0 if self.q_scale is None else self.q_scale) * (
             1.0 if self.k_scale is None else self.k_scale
         )
@@ -263,13 +263,13 @@ _WITH_BOUNDS = (Also.NOTHING, Also.REPEAT, Also.SPOILT)
 
 
 def _may_be_bounded(case: Case, call: Call) -> bool:
-    """Whether plan() takes upper bounds of the keys."""
+    """True if plan() takes upper bounds of the keys."""
     fixed = case.fixed_split_size is not None and not case.disable_split_kv
     return not (case.has_custom_mask or call.hints or (fixed and case.window_left >= 0))
 
 
 def _may_skip(case: Case) -> bool:
-    """Whether every backend has kernels that skip tiles of it."""
+    """True if every backend has kernels that skip tiles of the case."""
     plain = case.position is Position.NONE and not case.soft_cap and not case.has_custom_mask
     wide = case.dtype.itemsize == case.dtype_kv.itemsize == 2
     return plain and wide and max(case.head_dim, case.dim_vo) <= 256

@@ -19,7 +19,7 @@ _MASKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How large random cases get, and what of a backend's options they may have."""
+    """Limits of random cases: their size, and the options of a backend that they may have."""
 
     longest: int = 300  # tokens of a request
     work: float = 2e9  # multiply-adds of q k^T and p v before any mask, a token counting as 32

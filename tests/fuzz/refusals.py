@@ -85,7 +85,7 @@ def of_plan(inputs: Inputs) -> list[Mistake]:
 
 
 def missing(mistake: Mistake, call: Callable[..., object]) -> list[str]:
-    """What is wrong about how `call` answers a mistake."""
+    """Returns what is wrong with the way `call` refuses a mistake."""
     wrong = mistake.value
     output = guarded.Untouched({"it": wrong if isinstance(wrong, torch.Tensor) else None})
     try:

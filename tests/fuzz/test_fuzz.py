@@ -25,7 +25,7 @@ def own_rows(inputs) -> tuple[int, int]:
 
 
 def flip_last_bit(returned, inputs, options) -> None:
-    """Of one number of the LSE, whose bound is far wider than that."""
+    """Flips the last bit of one LSE, whose bound is far wider than that."""
     if isinstance(returned, tuple):
         tokens = 1 if options.get("lse_layout") == "HN" else 0
         lse = returned[1].narrow(tokens, *own_rows(inputs))
@@ -41,7 +41,7 @@ def wrong_number(wrapper, inputs, **options):
 
 
 def leaked_nan(wrapper, inputs, **options):
-    """As if the slots behind a request's last page were multiplied by a weight of zero."""
+    """Leaks NaN as if a page's unused slots were multiplied by a weight of zero."""
     returned = HONEST_RUN(wrapper, inputs, **options)
     if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
         last = out_of(returned).narrow(0, *own_rows(inputs))[-1:]
@@ -336,7 +336,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 
 @pytest.mark.parametrize("started", [[str(TESTS / "fuzz")], ["-m", "fuzz"]], ids=["folder", "-m"])
 def test_a_process_of_its_own(tmp_path, started):
-    """From anywhere, with a `problems` beside it that is not the package's."""
+    """Starts in any directory, even with another `problems` module in it."""
     (tmp_path / "problems.py").write_text("raise AssertionError")
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

@@ -101,7 +101,7 @@ def test_problems_of_the_cudnn_call(monkeypatch, capsys):
 
 
 def pod_faults():
-    """Of run() of either wrapper: by keyword, what is changed; or what is done to the results."""
+    """Maps faults of either wrapper's run(), in a keyword or the results, to their messages."""
 
     def without(name, neutral):
         def fault(honest, *args, **options):

@@ -33,7 +33,7 @@ _MOST_ALONE = 4  # requests of a batch that are computed again
 
 @dataclass
 class Verdict:
-    """What is wrong with the result of a problem; nothing if `failures` is empty."""
+    """Outcome of a problem; nothing is wrong with its result if `failures` is empty."""
 
     failures: list[str] = field(default_factory=list)
     not_compiled: str = ""  # the refusal, where this build holds no kernel for the problem
@@ -47,7 +47,7 @@ def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu
 
 
 def verdict_of(compute: Callable[[], Verdict], backend: str) -> Verdict:
-    """What compute() finds. What a broken backend raises is a failure like any other."""
+    """Returns compute()'s verdict. An exception of a broken backend is a failure like any other."""
     try:
         # The problems are small: torch's own threads would cost more than they bring.
         with _threads(1):
@@ -145,7 +145,7 @@ def _with_padding_bits(inputs: Inputs) -> torch.Tensor:
 
 
 def _given(call: Call, inputs: Inputs) -> Inputs:
-    """What the wrapper gets: by the call the batch as a part of larger arrays."""
+    """The wrapper's inputs: the batch in larger arrays, with masks and bounds as the call says."""
     given = surrounded(inputs, call.padding, call.padding)
     masks = {"custom_mask": given.custom_mask, "packed_custom_mask": given.packed_custom_mask}
     if call.other_mask:
@@ -177,7 +177,7 @@ class Trial:
                 self._plan()
 
     def another(self, inputs: Inputs) -> Trial:
-        """The same problem in a wrapper of its own."""
+        """Returns a trial of the same problem with a wrapper of its own."""
         return Trial(self.problem, inputs, self.backend)
 
     def _plan(self) -> None:
@@ -255,7 +255,7 @@ class Trial:
         runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
 
     def run(self) -> Result:
-        """One run into fresh outputs."""
+        """Runs once into fresh outputs."""
         call, device = self.problem.call, self.inputs.q.device
         given = GivenOutputs(
             self.inputs,

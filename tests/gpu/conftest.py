@@ -9,7 +9,7 @@ def pytest_configure(config):
 
 
 def pytest_runtest_setup(item):
-    """What is parametrised on a backend runs where the backend does."""
+    """Skips tests of backend fa3 where it cannot run."""
     callspec = getattr(item, "callspec", None)
     if callspec is not None and callspec.params.get("backend") == "fa3" and why_no_fa3():
         pytest.skip(why_no_fa3())

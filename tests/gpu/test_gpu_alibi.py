@@ -50,7 +50,7 @@ def test_long_requests(backend, case):
 
 
 def raise_keys(inputs, logit, every, rows):
-    """Every so-manieth key stands `logit` above the others, for one row in `rows`."""
+    """Raises every `every`-th key by `logit` over the others, for one row in `rows`."""
     inputs.q[..., 0] = 0.0
     inputs.q[::rows, :, 0] = 8.0
     inputs.k[..., 0] = 0.0
@@ -72,7 +72,7 @@ def test_far_keys_that_stand_out(backend, logit, every, rows, mask, dim):
 
 @on_every_backend
 def test_a_far_key_of_nan_is_no_weightless_one(backend):
-    """What a row keeps reaches it: a comparison that NaN fails would lose the tile."""
+    """A NaN key that a row keeps reaches it: a comparison that NaN fails would skip its tile."""
     case = Case("nan", (130,), (4000,), 2, 2, 128, mask=MaskKind.CAUSAL, position=Position.ALIBI)
     inputs = build(case, device="cuda")
     inputs.k[100, 0] = math.nan

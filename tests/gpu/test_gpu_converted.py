@@ -36,7 +36,7 @@ def test_numbers(backend, case):
 @pytest.mark.parametrize("head_dim", [128, 80, 64, 48])
 @pytest.mark.parametrize("option", ["causal", "window", "custom", "alibi_custom", "fixed_split"])
 def test_8_bits_in_pages_of_every_size(backend, option, head_dim, page_size):
-    """By TMA on fa3 where pages are multiples of 8 rows. Garbage lies behind every request."""
+    """fa3 loads by TMA if pages are multiples of 8 rows. Garbage follows every request."""
     options = {"mask": MaskKind.CAUSAL} | OPTIONS[option]
     kv_dtype = E4M3 if page_size % 3 else E5M2
     lengths = (190, 0, 77, 3, 1), (470, 9, 77, 0, 1031)
@@ -51,7 +51,7 @@ def test_8_bits_in_pages_of_every_size(backend, option, head_dim, page_size):
 @pytest.mark.parametrize("head_dim", [512, 128])
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
-    """Where they pay, and even where they are asked for. Products of 8 bits need none."""
+    """Kernels convert even if copies pay or are requested. Products of 8 bits need no copies."""
     case = large_prefill(head_dim, mask=mask, **what)
     plain = head_dim == 128 and mask is MaskKind.CAUSAL and "position" not in what
     native = backend == "fa3" and plain and case.dtype == E4M3

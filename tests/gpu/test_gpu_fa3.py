@@ -271,7 +271,7 @@ def test_soft_caps_of_small_and_large_logits(backend, head_dim, cap):
 
 
 def key_rows(inputs, request):
-    """Where K holds the keys of a request: an index of the pool or of the ragged tensor, NHD."""
+    """Index of the keys of a request in K: of the pool or of the ragged tensor, NHD."""
     kv_lens, page_size = inputs.case.kv_lens, inputs.case.page_size
     keys = torch.arange(kv_lens[request], device=inputs.k.device)
     if not page_size:

@@ -72,7 +72,7 @@ class Pool:
         )
 
     def batch(self, lengths: Lengths, seed: int = 0) -> Inputs:
-        """Of the pool's own tensors; the page table is a random part of the pool."""
+        """Batch of the pool's own tensors; the page table is a random part of the pool."""
         case = dataclasses.replace(self.like, qo_lens=lengths.qo, kv_lens=lengths.kv)
         inputs = Inputs(
             case=case,
@@ -246,7 +246,7 @@ def test_plans_and_replays_back_to_back(backend):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("runs_on_default", [False, True])
 def test_a_plan_waits_for_runs_on_other_streams(backend, captured, runs_on_default):
-    """It writes where they read: the work list that a graph holds, and the page indices."""
+    """plan() writes what runs read: the work list that a graph holds, and the page indices."""
     pool = Pool(PAGED, backend)
     if captured:
         pool.captured()
@@ -399,8 +399,8 @@ def test_plan_does_not_wait(backend):
 
 @on_every_backend
 def test_a_fast_decode_plan_of_slots_does_not_wait(backend):
-    """As SGLang calls it: pages of one token on the GPU, and on the host where each request's
-    begin."""
+    """Plans as SGLang does: one-token pages on the GPU, and each request's page offsets on the
+    host."""
     slots = torch.randperm(PAGES, dtype=torch.int32, device="cuda")
     begins = indptr((100, 0, 3, 200, 1))
     ones = torch.ones(5, dtype=torch.int32, device="cuda")

@@ -66,7 +66,7 @@ def every_other_tile(i, j, delta, num_keys):
 
 
 def some_rows(i, j, delta, num_keys):
-    """Of several tiles of rows one keeps nothing."""
+    """Every other block of 64 rows keeps nothing."""
     return (i // 64 % 2 == 0) & (j > num_keys // 3)
 
 
@@ -293,7 +293,7 @@ def bits_of(inputs) -> torch.Tensor:
 
 @on_every_backend
 def test_plan_on_one_stream_and_run_on_another(backend):
-    """What plan() finds out about the mask is complete where the run begins."""
+    """plan()'s analysis of the mask is complete when a run on another stream begins."""
     case = Case("streams", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     for shape in (blocks, stripes, causal, nothing, everything):

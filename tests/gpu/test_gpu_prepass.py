@@ -35,7 +35,7 @@ HEAD_DIMS = ((64, None), (128, None), (192, 128), (256, None), (512, None), (80,
 
 
 def options_of_prepass() -> list[dict]:
-    """All of them would be thousands: each value meets most of the others."""
+    """Samples the options, thousands in all, so that each value meets most of the others."""
     rng = random.Random(3)
     every = list(
         itertools.product(
@@ -265,7 +265,7 @@ def test_factors_of_heads_take_the_kernel_that_converts(backend):
 
 @on_every_backend
 def test_the_name_of_a_plan_tells_of_its_copies(backend):
-    """Of the kernel that computes on them, or of the one that does without."""
+    """The variant names the kernel that computes on copies, or the one that works without them."""
     case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
     wrapper, inputs = with_prepass(case, backend)
     family = {"fa2": "sm80", "fa3": "sm90"}[backend]

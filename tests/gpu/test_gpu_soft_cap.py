@@ -25,7 +25,7 @@ def capped_by_hardware(monkeypatch):
 
 
 def logits_of_keys(logits, cap, head_dim=128):
-    """What fa3 makes of logits: the LSE of a row with one key each, in natural logarithms."""
+    """Logits as fa3 computes them: LSE of rows with one key each, in natural logarithms."""
     count = len(logits)
     q = torch.zeros(count, 1, head_dim, dtype=torch.float16, device="cuda")
     k = torch.zeros(count, 1, head_dim, dtype=torch.float16, device="cuda")

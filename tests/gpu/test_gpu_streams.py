@@ -76,8 +76,8 @@ def test_a_request_does_not_see_its_company(backend, policy):
 
 
 def alone_and_followed(backend, q, k, v, **options):
-    """Whether the first half of q, k and v is the whole batch, or its first request of two: the
-    number of its tokens, and for either a function that runs it."""
+    """Plans the first half of q, k and v as the whole batch, and as the first request of two.
+    Returns the number of its tokens, and for either batch a function that runs it."""
     tokens, keys = len(q) // 2, len(k) // 2
 
     def planned(batch_size):
@@ -347,7 +347,7 @@ def test_run_costs_no_sync_with_device_indptr(backend, request):
 @pytest.mark.parametrize("non_blocking", [False, True])
 @pytest.mark.parametrize("case", [CASE, SPLIT, MASKED, LISTED], ids=lambda case: case.name)
 def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking):
-    """On the device: the host waits for neither stream, and the caller's arrays may change."""
+    """The wait is on the device: the host does not wait, and the caller's arrays may change."""
     inputs = build(case, device="cuda", index_device="cpu")
     if inputs.custom_mask is not None:
         inputs.custom_mask = inputs.custom_mask.cpu()

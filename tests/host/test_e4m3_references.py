@@ -1,4 +1,4 @@
-"""Which references the softmax of e4m3 products counts weights from, on the host.
+"""References from which the softmax of e4m3 products counts weights, checked on the host.
 
 The kernel's own header is compiled for the host, with the four lanes of a row as threads
 (tests/cpp/four_lanes), so that a wrong choice shows without a GPU."""

@@ -1,4 +1,4 @@
-"""Where KV is cut: only where the machine would idle, and only as far as the workspace reaches."""
+"""KV is split only where the machine would idle, and only as far as the workspace reaches."""
 
 import pytest
 from planned import FINAL, check, partial_bytes, plan, planner, ragged
@@ -28,7 +28,7 @@ def test_single_long_request_fills_the_machine():
 
 @pytest.mark.parametrize("batch", [2, 3, 5])
 def test_split_counts_follow_the_machine(batch):
-    """As many chunks as fill one wave, also where that is no round number."""
+    """KV is split into as many chunks as fill one wave, also if that is no round number."""
     made = decode(batch, 65536)
     per_wave = made.cta_slots() // (batch * 8)
     assert set(made.merges["num_chunks"].tolist()) == {per_wave}
@@ -131,7 +131,7 @@ def test_disable_outweighs_a_fixed_size():
 
 
 def pieces_of(made, request):
-    """How one request is cut, in a form that does not depend on where its partials lie."""
+    """Chunks of one request, in a form independent of where its partial results are stored."""
     first_row = {
         (int(m["row_begin"]), int(m["kv_head"])): int(m["first_row"])
         for m in made.merges

@@ -103,7 +103,7 @@ OF_192 = {"family": "sm90", "head_dim_qk": 192, "head_dim_vo": 128}
     ],
 )
 def test_what_is_faster_between_128_and_256(head_dims, what, queries, pays):
-    """As measured: docs/dev/experiments/fp8-and-rope.md."""
+    """Expects the faster path of the measurements in docs/dev/experiments/fp8-and-rope.md."""
     heads = {"num_qo_heads": 16, "num_kv_heads": 4}
     expected = pays[head_dims["head_dim_qk"]]
     assert prefers([queries] * 8, [8192] * 8, **what, **head_dims, **heads) == expected

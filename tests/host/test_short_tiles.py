@@ -1,5 +1,5 @@
-"""Which kernels serve decode-like work: short tiles of fa3 are kernels of their own, which rotate
-none and take 16 bits up to head_dim 128, at head_dim 64 those of short requests."""
+"""Kernels for decode-like work: short tiles of fa3 are kernels of their own, which do not rotate.
+They take 16 bits up to head_dim 128, and at head_dim 64 only short requests."""
 
 import pytest
 from planned import planner, ragged
@@ -78,9 +78,9 @@ def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype):
     ],
 )
 def test_average_length(qo_lens, kv_lens, options, expected):
-    """Of the keys that 16 items keep, and 16 more for what a launch costs of itself. A captured
-    launch, and one whose lengths only the device knows, keep the short tile, whatever this plan's
-    lengths are."""
+    """Averages the keys over the 16 items that keep them and 16 more for the cost of a launch. A
+    captured launch, and one whose lengths only the device knows, keep the short tile, whatever this
+    plan's lengths are."""
     case = ragged(qo_lens, kv_lens, **{"family": "sm90", "num_sms": 4} | options)
     assert planner.prefers_tall_tiles(1500, **case) == expected
 

@@ -1,4 +1,4 @@
-"""Whether prefill beside decode is one launch or two, by the work of either side. The expectations
+"""Choice of one launch or two for prefill and decode, by the work of either side. The expectations
 are the tables of docs/dev/experiments/prefill-beside-decode.md: one launch takes 0.90 to 0.94 (fa2)
 and 0.85 to 0.94 (fa3) of the time of both at the first four mixes, and more than the time of both
 at the last."""
@@ -76,7 +76,7 @@ def test_each_family_has_its_own_bounds():
 
 
 def test_narrow_heads_on_fa3():
-    """One launch gains the time between two there and nothing else."""
+    """One launch saves only the time between two launches there."""
     narrow = {"head_dim_qk": 64, "head_dim_vo": 64}
     mix = (1, 4096), (128, 2048)
     assert not apart(*mix, FAMILIES.sm90)

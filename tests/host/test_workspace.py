@@ -82,7 +82,7 @@ def case_of(family: str, tile: spec.Tile, options, cache: str) -> dict:
 @pytest.mark.parametrize("feature", support_table._FEATURES, ids=lambda feature: feature.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_and_column(family, feature, dtypes, cache, tiles):
-    """On kernels that read the cache where it is, in captured graphs and outside."""
+    """Covers kernels that read the cache in place, in captured graphs and outside."""
     for dims in support_table._HEAD_DIMS:
         options = support_table._usual(dtypes, *dims).replace(**feature.options)
         assert _core.in_matrix(getattr(_core.Family, family), options), dims
@@ -112,7 +112,7 @@ def test_every_row_and_column(family, feature, dtypes, cache, tiles):
     ids=["rope", "fp8_cache", "fp8"],
 )
 def test_copies_are_no_condition(options, policy, lengths, use_cuda_graph):
-    """Where they are asked for and have no room, a plan makes none."""
+    """A plan without room for requested copies makes none."""
     batch, kv_len = lengths
     pages = kv_len // 16
     arrays = {

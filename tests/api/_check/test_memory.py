@@ -29,7 +29,7 @@ def freed(t):
 
 
 def freed_view(t):
-    """Its address is not null: it is an offset from null."""
+    """View of freed storage: its address is an offset from null, not null."""
     wide = torch.cat([t, t])
     view = wide[t.shape[0] :]
     wide.untyped_storage().resize_(0)
@@ -156,7 +156,7 @@ def test_transforms(transform):
 
 @pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp"])
 def test_transforms_around_plain_tensors(transform):
-    """What is made inside of a transform may have no memory, whatever it is made from."""
+    """Tensors made inside a transform may have no memory, even if made from plain tensors."""
     bits = torch.ones(32).bool()
     v, s = torch.ones(3, 2, 8), torch.ones(3, 2)
 
@@ -305,8 +305,8 @@ def test_packbits(target, kind):
 
 
 def test_fake_mode_around_plain_tensors(target):
-    """What is made inside of the mode is fake, whatever it is made from: a plan cannot be, and a
-    result is."""
+    """Results made inside the mode are fake, even from plain tensors; plan() fails, because a plan
+    cannot be fake."""
     case = Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)

@@ -201,7 +201,7 @@ COMMON_RUN = [
 
 
 def misaligned(t: torch.Tensor) -> torch.Tensor:
-    """The same numbers one element further: 2 bytes off a 16-byte boundary."""
+    """Copy of the tensor, one element (2 bytes) off a 16-byte boundary."""
     storage = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
     view = storage[1:].view(t.shape)
     view.copy_(t)
@@ -359,7 +359,7 @@ def make_and_run(case: Case, inputs, backend: str):
 
 
 def check_page_indices(wrapper, inputs) -> None:
-    """Those outside the pool are refused, and nothing is written; good ones serve afterwards."""
+    """Page indices outside the pool are refused and nothing is written; good ones then work."""
     arguments = plan_arguments(inputs)
     good = arguments["paged_kv_indices"]
     for value in (inputs.k.shape[0], 2**31 - 1, -1):
@@ -530,7 +530,7 @@ def test_single(target, mistake):
 
 
 def test_messages_tell_value_and_way_out():
-    """Not only the name: the offending value and what is allowed."""
+    """Messages name the offending value and what is allowed, not only the argument."""
     inputs = build(PAGED)
     wrapper = runner.make_wrapper(PAGED, backend="cpu")
     for spoiled, words in (

@@ -1,4 +1,4 @@
-"""What each serving engine calls beside prefill, argument by argument.
+"""Calls of each serving engine other than prefill, argument by argument.
 
 test_serving_calls.py has their prefill calls.
 """

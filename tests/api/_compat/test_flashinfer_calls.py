@@ -417,7 +417,7 @@ def test_wrong_queries_per_request(target):
 
 
 def test_queries_per_request_of_run_alone(target):
-    """As FlashInfer's trtllm-gen takes them: run() plans again, and None is plan()'s number."""
+    """q_len_per_req of run(), as in trtllm-gen: run() plans again, and None is plan()'s number."""
     inputs, wrapper, table = verification(target, 3)
     one = torch.ones_like(inputs.q[:4])
     wrapper.plan(*table, q_data_type=HALF)
@@ -501,7 +501,7 @@ def test_cudnn_offsets_in_tokens_beside_seq_lens_q(case):
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_graph_buffers_that_are_set_afterwards(target, kind):
-    """As RTP-LLM does before its first plan()."""
+    """Sets graph buffers after construction, as RTP-LLM does before its first plan()."""
     lengths = (1,) * 4 if kind == "decode" else (9, 0, 33, 1)
     case = dataclasses.replace(
         PAGED, qo_lens=lengths, mask=MaskKind.NONE if kind == "decode" else MaskKind.CAUSAL

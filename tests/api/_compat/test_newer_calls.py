@@ -22,7 +22,7 @@ def made(case, target):
 
 
 def leading(inputs) -> tuple:
-    """What both orders begin with."""
+    """Arguments that both orders begin with."""
     positional, _ = runner.plan_arguments(inputs)
     return positional
 
@@ -87,7 +87,7 @@ def test_masks_in_both_orders(target, case, newer, kind):
 
 
 def test_a_bool_mask_behind_none_is_dense(target):
-    """Where a packed mask would stand in the older order: the type leaves no doubt."""
+    """A bool mask in the packed mask's place of the older order is dense: its dtype decides."""
     inputs, wrapper = made(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
     wrapper.plan(*leading(inputs), None, inputs.custom_mask, q_data_type=PAGED.dtype)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
@@ -305,7 +305,7 @@ def test_an_override_that_is_none(monkeypatch):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """How many plans were made."""
+    """Records the arguments of every plan made."""
     made = []
     plan = _pipeline.plan
 
@@ -333,7 +333,7 @@ def check_forward(wrapper, inputs, **options) -> None:
 
 @WRAPPERS
 def test_a_step_plans_once(target, case, plans):
-    """What forward() asked for in one step is planned by begin_forward() in the next."""
+    """begin_forward() plans with the options of the previous step's forward()."""
     inputs, wrapper = made(case, target)
     positional = leading(inputs)
     wrapper.begin_forward(*positional, q_data_type=case.dtype)

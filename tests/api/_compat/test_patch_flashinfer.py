@@ -189,7 +189,7 @@ def engine(flashinfer):
 
 
 def attributes():
-    """What every imported module holds, by identity."""
+    """Identity of every attribute of the imported modules of PACKAGE_NAMES."""
     return {
         (name, key): id(value)
         for name, module in list(sys.modules.items())
@@ -630,7 +630,7 @@ def served():
 
 
 def test_the_real_package(real):
-    """Every name of ours that it has is ours afterwards, in its home and on top."""
+    """Every name that preflash replaces is ours while patched, in its home module and on top."""
     before = attributes()
     with preflash.patch_flashinfer() as patch:
         assert patch.reason is None

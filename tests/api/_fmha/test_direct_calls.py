@@ -15,7 +15,7 @@ from preflash.testing import Case, MaskKind, Sinks, build, comparison, reference
 
 @dataclasses.dataclass
 class Target:
-    """As the fixture."""
+    """Device and backend, with the attributes of the fixture `target`."""
 
     device: str
     backend: str
@@ -49,7 +49,7 @@ def table_of(inputs) -> torch.Tensor:
 
 
 def arrays(inputs, device) -> dict[str, torch.Tensor]:
-    """On a device, or those that are given."""
+    """Block tables and lengths on a device; a dict of given ones is returned as it is."""
     if isinstance(device, dict):
         return device
     kv_lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
@@ -120,7 +120,7 @@ def cudnn_decode(inputs, target, on="cpu", **options):
 
 
 def places(target) -> list[str]:
-    """Where lengths may be."""
+    """Devices that lengths may be on."""
     return ["cpu"] if target.device == "cpu" else ["cpu", target.device]
 
 
@@ -366,7 +366,7 @@ def test_refusals(target, name, given):
 @pytest.mark.parametrize("first", [0, 1], ids=["k first", "v first"])
 @pytest.mark.parametrize("call", [context, decode])
 def test_tables_of_k_and_of_v(target, call, first):
-    """One pool of alternate pages of k and of v, as TensorRT-LLM has it."""
+    """K and V pages alternate in one pool, as in TensorRT-LLM."""
     inputs = build(CONTEXT if call is context else DECODE, device=target.device)
     pools = inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
     pool = torch.stack(pools if first == 0 else pools[::-1], dim=1).flatten(0, 1)
@@ -439,7 +439,7 @@ def test_fmha_varlen_refuses(target):
 @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_plans_for_the_longest_requests(call, changes, monkeypatch):
-    """What a GPU does with lengths that the host does not read, with those of a CPU."""
+    """Takes, on the CPU, the path for lengths on a GPU that the host does not read."""
     monkeypatch.setattr(FmhaLengths, "on_host", property(lambda self: False))
     test_calls(Target("cpu", "cpu"), call, changes)
 

@@ -27,7 +27,7 @@ LENGTHS = ["host", "device"]
 
 
 def verify(case: FmhaCase, target, lengths="device"):
-    """One call, checked; returns what it returned."""
+    """Makes one call, checks and returns its result."""
     where = "cpu" if lengths == "host" else target.device
     inputs = build(case, target.device, where)
     result = run(inputs, target.backend)
@@ -42,8 +42,8 @@ def test_random_problems(target, seed):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_plans_for_the_longest_requests(monkeypatch, seed):
-    """What lengths on a GPU do, on the CPU: a plan for the most that there may be is kept, and each
-    call replaces its lengths and pages."""
+    """Takes, on the CPU, the path for lengths on a GPU: the plan for the upper bounds stays, and
+    each call replaces its lengths and pages."""
     monkeypatch.setattr(_lengths.FmhaLengths, "on_host", False)
     case = dataclasses.replace(random_case(seed), spare_length=40)
     cpu = types.SimpleNamespace(device="cpu", backend="cpu")
@@ -311,7 +311,7 @@ def decaying(target, dtype=torch.float16, head_dim=128, kv_len=2048):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
-    """They are not even looked at: NaN among their values reaches nothing. All others count."""
+    """Skipped tiles are not read: NaN among their values reaches nothing. All others count."""
     inputs = decaying(target, dtype, head_dim)
     expected = inputs.expected()
     inputs.arguments["qkv"][2][MIDDLE] = math.nan
@@ -325,7 +325,7 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_skipping_where_no_kernel_has_8_bits(monkeypatch, layout, out_dtype, bounds):
-    """What a GPU does, on the CPU: the tensors are converted, pages one request after the other."""
+    """Takes the GPU path on the CPU: tensors are converted, pages one request after the other."""
     from preflash._fmha import run as _run
     from preflash._run.kernels import CpuBackend
 
@@ -392,7 +392,7 @@ def test_every_row_of_a_tile_must_agree(target):
 
 @pytest.mark.parametrize("other", ["soft_cap", "alibi"])
 def test_skipping_beside_other_logits(target, other):
-    """Where logits are bent or biased, too; on a GPU that is not compiled."""
+    """Skipping works with a soft cap or ALiBi on the CPU; on a GPU no such kernel is compiled."""
     inputs = decaying(target)
     options = {"soft_cap": {"soft_cap": 50.0}, "alibi": {"alibi": True}}[other]
     inputs.case = dataclasses.replace(inputs.case, **options)

@@ -75,7 +75,7 @@ def test_arrays_that_start_above_zero(target, spread):
 
 
 def test_pages_are_read_when_a_run_is(target):
-    """From the table itself: no copy of it."""
+    """run() reads pages from the table itself, without a copy."""
     inputs = build(CASE, device=target.device)
     table = table_of(inputs, target.device)
     wrapper = runner.planned(with_table(inputs, table), backend=target.backend)
@@ -89,7 +89,7 @@ def test_pages_are_read_when_a_run_is(target):
 
 
 def test_decode_and_upper_bounds(target):
-    """As an engine that runs ahead of its lengths plans a step."""
+    """Plans a decode step as an engine does that runs ahead of its lengths."""
     case = dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1))
     inputs = build(case, device=target.device)
     longer = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)  # 8 pages, 128 keys each

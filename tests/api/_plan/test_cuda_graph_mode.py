@@ -62,7 +62,7 @@ def test_plans_go_into_the_buffers(target, like, on_host):
 
 
 def test_workspace_size_of_a_fixed_split(target):
-    """What these lengths need; it is not all that there could be for later ones."""
+    """workspace_size() is what these lengths need, not all that later lengths could need."""
     sizes = []
     for use_cuda_graph in (False, True):
         stage = staged(SPLIT, target) if use_cuda_graph else None
@@ -380,8 +380,8 @@ def test_wrappers_that_share_a_workspace(target, recorder):  # noqa: F811
 
 
 def plan_without_readback(wrapper, inputs, **options) -> None:
-    """What SGLang does in begin_forward()'s place: it fills the buffers on the device and hands the
-    lengths, which it knows on the host, to the module behind the wrapper."""
+    """Plans as SGLang does in place of begin_forward(): fills the buffers on the device and passes
+    the lengths, which it knows on the host, to the wrapper's _cached_module."""
     case = inputs.case
     assert wrapper.is_cuda_graph_enabled
     wrapper._qo_indptr_last = sum(case.qo_lens)
@@ -592,7 +592,7 @@ def test_an_interrupted_plan(target, recorder, monkeypatch):  # noqa: F811
 
 
 def test_a_plan_interrupted_anywhere(target, recorder):  # noqa: F811
-    """What is left is the old plan, the new one or none, and never a part of one."""
+    """An interrupted plan() leaves the old plan, the new one or none, never a part of one."""
     stage = staged(PAGED, target)
     old, new = stage.make(*FIRST, 1), stage.make(*SMALLER, 2)
     stage.plan(old)

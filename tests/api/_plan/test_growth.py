@@ -87,7 +87,7 @@ def settle() -> None:
 
 
 def growth(step, steps: int) -> tuple[int, int]:
-    """Of Python's blocks and of malloc's bytes, over so many steps."""
+    """Returns the growth of Python's blocks and of malloc's bytes over `steps` steps."""
     for _ in range(WARM):
         step()
     settle()

@@ -20,7 +20,7 @@ NEW = Case("new", (64,) * 40 + (300,), (200,) * 40 + (900,), 4, 2, 64, page_size
 
 
 class _InterruptError(BaseException):
-    """As KeyboardInterrupt, but nobody else's."""
+    """Stands in for KeyboardInterrupt; only these tests raise it."""
 
 
 def interrupt_at(step: int):
@@ -43,7 +43,7 @@ def interrupt_at(step: int):
 
 
 def interrupted(call, step: int) -> bool:
-    """Whether the call had so many steps."""
+    """Runs the call; true if it reached its step-th bytecode and was interrupted there."""
     sys._getframe().f_trace_opcodes = True  # the interpreter listens before it enters the call
     sys.settrace(interrupt_at(step))
     try:
@@ -133,8 +133,8 @@ def test_reset_and_forward_interrupted_anywhere(target):
 @pytest.mark.parametrize("runs_before", [0, 2])
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_plans_during_a_run(monkeypatch, page_size, runs_before):
-    """As a signal handler makes them, or another thread: the run goes on with the plan that it
-    began with."""
+    """A plan made during a run, as by a signal handler or another thread, leaves the run on the
+    plan that it began with."""
     many = dataclasses.replace(NEW, qo_lens=(3,) * 20, kv_lens=(20,) * 20)
     old, new = (
         build(dataclasses.replace(case, page_size=page_size, mask=MaskKind.CAUSAL))
@@ -143,7 +143,7 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
     handlers = []
 
     def num_threads():
-        """Which a launch asks for when it begins."""
+        """Runs the handlers; a launch calls this when it begins."""
         while handlers:
             handlers.pop()()
         return 2

@@ -21,7 +21,7 @@ RAGGED = dataclasses.replace(PAGED, page_size=0)
 
 
 def mask_of(request: int, rows: int, keys: int) -> torch.Tensor:
-    """As its definition says it, element by element."""
+    """Computes the mask from its definition, element by element."""
     prefix, in_items = PREFIX[request], IN_ITEMS[request]
     kept = torch.zeros(rows, keys, dtype=torch.bool)
     for row in range(rows):

@@ -41,7 +41,7 @@ class Problem:
         return cls(inputs, results)
 
     def plan(self, wrapper) -> None:
-        """From arrays that are gone at once."""
+        """Plans from arrays that are overwritten afterwards."""
         inputs = copy.copy(self.inputs)
         inputs.indices = inputs.indices.clone()
         runner.plan(wrapper, inputs)
@@ -71,7 +71,7 @@ def test_plans_in_turns(target, problems):
 
 
 def test_some_pages_belong_to_nobody(target):
-    """What lies before the first request travels with the others, whatever it is."""
+    """Page indices before the first request's are copied with the others, whatever their values."""
     problem = Problem.of(target, MANY)
     inputs = problem.inputs
     before = torch.tensor([-5, 1 << 30, -7], dtype=torch.int32)
@@ -100,7 +100,7 @@ def test_a_refused_plan_changes_nothing(target, problems):
 
 
 def test_copies_of_a_wrapper(target, problems):
-    """They share the batch, and outlive the wrapper that it came from."""
+    """Copies share the batch of their wrapper and outlive it."""
     wrapper = make_wrapper(target)
     for i in (0, 3, 0):
         problems[i].plan(wrapper)

@@ -135,7 +135,8 @@ def built(pair, target):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs(target, name):
-    """What the kernels of two segments serve is one launch, on the CPU everything."""
+    """Pairs that a kernel of two segments supports run as one launch; on the CPU, all but those
+    with an empty side."""
     both = built(PAIRS[name], target)
     wrapper = made(target, both[1].case)
     plan(wrapper, both[1])
@@ -153,7 +154,7 @@ def test_pairs(target, name):
 
 @pytest.mark.parametrize("pair", [PAIRS["masked"], PAIRS["causal"]], ids=["masked", "causal"])
 def test_two_launches_agree(target, monkeypatch, pair):
-    """What no kernel takes as one runs as two, with the same results up to rounding."""
+    """Two launches, as for a pair that no kernel of two segments takes, agree up to rounding."""
     both = built(pair, target)
     monkeypatch.setattr(joint, "_forced_apart", True)
     wrapper = made(target, both[1].case)

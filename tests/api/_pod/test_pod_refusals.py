@@ -1,5 +1,5 @@
-"""What a run of prefill beside decode refuses, whether it is one launch or two: by name, and with
-nothing written."""
+"""Refusals of a run of prefill and decode, as one launch or two: each names the argument, and
+nothing is written."""
 
 import preflash
 import pytest
@@ -85,7 +85,7 @@ def test_parts_of_one_tensor_are_apart(pod):
 
 
 def test_nothing_is_launched_for_a_wrong_decode_side(pod):
-    """Its q was right before, so that nothing looks at that again."""
+    """The decode side's q passed in a run before, so its cached checks are skipped."""
     pod.run()
     with pytest.raises(TypeError, match="decode side: paged_kv_cache must be a tensor or a tuple"):
         pod.run(cache=(pod.cache[:, 0],) * 3)
@@ -131,7 +131,7 @@ def test_nothing_is_launched_for_what_requires_grad(pod, runs_before):
 
 
 def test_outputs_in_the_workspace(pod):
-    """Which no plan of theirs uses; refused before either side is launched."""
+    """Outputs in an unused part of the workspace are refused before either side is launched."""
     memory = pod.wrapper._decode._float_workspace_buffer
     for name, side, rows in (("out_p", "prefill", ROWS), ("out_d", "decode", 2)):
         other = {"out_p": "out_d", "out_d": "out_p"}[name]

@@ -22,7 +22,7 @@ FA3_LIMIT = 2.0**27
 
 
 def keys_of(pattern: str) -> torch.Tensor:
-    """What the first element of each key is; times 256 and the scale it is a logit."""
+    """First element of each key; times 256 and the scale it is the key's logit."""
     key = torch.arange(KEYS)
     if pattern == "equal":
         return torch.full((KEYS,), LARGEST)

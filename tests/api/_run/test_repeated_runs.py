@@ -1,5 +1,5 @@
-"""What tensors look like is checked once, and a run for others like them finds its launch in C++.
-Whatever is different is checked, so that nothing that is computed or refused depends on what ran
+"""Repeated runs: tensors' properties are checked once, and a run for others like them finds its
+launch in C++. Whatever differs is checked, so that no result or refusal depends on what ran
 before."""
 
 import dataclasses
@@ -37,7 +37,7 @@ def tensors(inputs):
 
 
 def copied(given):
-    """The same numbers elsewhere: another layer's."""
+    """Copies the tensors, as another layer's cache would be."""
     if isinstance(given, (list, tuple)):
         return type(given)(copied(one) for one in given)
     copy = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
@@ -297,7 +297,7 @@ def test_a_transform_is_refused_again(target, which):
 
 
 def test_another_plan_forgets_the_run(target):
-    """What is repeated belongs to a plan: the next one has other lengths."""
+    """Repeated runs belong to one plan: the next plan has other lengths."""
     inputs, wrapper = planned(RAGGED, target)
     for _ in range(2):
         wrapper.run(*tensors(inputs))

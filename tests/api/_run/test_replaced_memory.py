@@ -82,7 +82,7 @@ class Planned:
     _plan_repeated = _plan_wrapper
 
     def _check_repeated(self):
-        """Without an LSE: from the second run on C++ alone looks at the tensors."""
+        """Runs without an LSE: from the second run on, C++ alone checks the tensors."""
         out = self.wrapper.run(self.inputs.q, self.inputs.cache)
         _, lse = runner.run(self.wrapper, self.inputs)
         runner.compare(self.inputs, out, lse).check()
@@ -346,7 +346,7 @@ def test_run_refuses_buffers_that_were_replaced(target, name, seen, replace):
 
 @pytest.mark.parametrize("name", READ_BY_KERNELS)
 def test_other_options_refuse_buffers_that_were_freed_before(target, name):
-    """What forward() plans would find the address of an offset alone."""
+    """Plans made by forward() would find only the offset as a freed buffer's address."""
     stage = staged(target)
     inputs = stage.make(*BATCH)
     whole = torch.zeros(4096, dtype=stage.buffers[name].dtype, device=target.device)
@@ -414,7 +414,7 @@ def test_plan_refuses_workspaces_that_a_graph_has_lost(target, recorder, replace
 
 
 def test_page_indices_on_the_device_that_were_freed(target):
-    """Those of plan() are used where they are."""
+    """Page indices on the device are used in place, not copied by plan()."""
     if target.device == "cpu":
         pytest.skip("page indices on the CPU are copied")
     inputs = build(PAGED, device=target.device)
@@ -570,7 +570,7 @@ def test_memory_that_was_freed_and_allocated_again(target):
 
 
 def test_a_smaller_plan_leaves_the_memory_behind_it(target):
-    """What a wrapper has planned before does not count: its latest plan does."""
+    """The int workspace holds the latest plan; another wrapper may use the memory after it."""
     memory = runner.workspace(target.device, 4 << 20)
     large = inputs_of(target, 0, qo_lens=(300, 200), kv_lens=(4000, 4000))
     small = inputs_of(target, 1)

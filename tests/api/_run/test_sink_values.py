@@ -198,9 +198,9 @@ def test_huge_logits(target, magnitude, split):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("split", [None, 64])
 def test_sinks_beyond_float32_in_base_2(target, base, split):
-    """As large as a float32 gets they are the largest number of their sign in base 2, too; an
-    infinity there would make NaN of the rows whose keys are split. Rows of one request keep nothing
-    else."""
+    """Sinks as large as a float32 gets are the largest number of their sign in base 2, too; an
+    infinity there would make NaN of the rows whose keys are split. Rows of the request without keys
+    keep the sink alone."""
     largest = torch.finfo(torch.float32).max
     sinks = torch.tensor([largest, 2.5e38, -largest, -2.5e38])
     case = Case("largest", (1, 40, 9), (700, 333, 0), 4, 2, 64, page_size=16)

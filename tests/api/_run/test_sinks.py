@@ -22,7 +22,7 @@ def freed(t):
 
 
 def freed_view(t):
-    """Behind the first elements: its address is not null."""
+    """View of freed storage past its first elements: its address is not null."""
     t = torch.cat([t.new_zeros(1000), t])[1000:]
     t.untyped_storage().resize_(0)
     return t
@@ -106,7 +106,7 @@ def test_outputs_lie_apart_from_sinks(target, case):
 
 @pytest.fixture
 def extras(monkeypatch):
-    """What every launch brought beside q, k and v."""
+    """Records, for every launch, whether it has a mask, and the address of its sinks (0: none)."""
     seen = []
     original = _core.RunMemory
 

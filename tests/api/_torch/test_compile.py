@@ -47,7 +47,7 @@ class Operators(torch.fx.Interpreter):
 
 
 def operators_of(call):
-    """What one compiled call of it calls: operators with their arguments."""
+    """Operators, with their arguments, that one compiled call of `call` runs."""
     graphs = []
 
     def backend(graph, inputs):
@@ -68,7 +68,7 @@ def test_every_call_is_named(target):
 
 @every_call
 def test_one_graph(target, name):
-    """No break, the operator in the graph, the result of the ordinary call."""
+    """Compiles to one graph without a break, which holds the operator."""
     call = calls_of(target)[name]
     explained = torch._dynamo.explain(call.function)(*call.fresh())
     assert explained.graph_break_count == 0
@@ -80,7 +80,7 @@ def test_one_graph(target, name):
 
 @every_call
 def test_functionalized(target, name):
-    """As compilers see it: without mutation."""
+    """Compiles graphs without mutation, as compilers see them."""
     call = calls_of(target)[name]
     compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
     for _ in range(2):
@@ -176,7 +176,7 @@ OTHER_BATCHES = [*BATCHES, ((50, 60), (80, 70)), ((2,), (900,))]
 
 
 def run_batches(target, batches, *, page_size, marked):
-    """How often running them one after another compiles; each must be right."""
+    """Runs the batches one after another and checks each; returns the number of compilations."""
     compiled, counter = compiled_layer()
     wrapper = None
     for i, (qo_lens, kv_lens) in enumerate(batches):
@@ -205,7 +205,7 @@ def test_any_number_of_tokens(target, page_size):
 
 
 def test_torch_finds_out_that_tokens_change(target):
-    """Without a mark: once for a number, once for any."""
+    """Without a mark torch compiles twice: for one token count, then for any."""
     assert run_batches(target, OTHER_BATCHES, page_size=4, marked=False) == 2
 
 
@@ -360,7 +360,7 @@ def test_the_reason_of_a_graph_break(monkeypatch, takes_reason):
 
 
 def test_what_is_refused_is_refused_when_it_runs(target):
-    """In the words of the ordinary call; a right call after it needs no other graph."""
+    """Errors are those of the ordinary call; a right call after them needs no other graph."""
     wrapper, inputs = planned(RAGGED, target)
     k, v = inputs.k, inputs.v
     compiled, counter = compiled_layer()

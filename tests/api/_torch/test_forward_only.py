@@ -176,7 +176,7 @@ def test_an_output_that_requires_grad(target, name, runs_before):
 
 
 def test_a_cache_that_requires_grad(target):
-    """It is written, too."""
+    """Refuses a cache that requires grad, since the call writes it."""
     row, cache = target.to(torch.ones(1, 2, 8)), target.to(torch.zeros(4, 2, 4, 2, 8))
     zero, one = (target.to(torch.tensor(n, dtype=torch.int32)) for n in ([0], [1]))
     indptr = torch.cat([zero, one])
@@ -238,7 +238,7 @@ class Writes:
     "name", ["run", "later_run", "run_with_lse", "pod", "merge_state_in_place", "append"]
 )
 def test_what_was_saved_for_backward_is_not_overwritten_unheard(target, name):
-    """What another operation keeps for its gradient, as after torch's own in-place operations."""
+    """Backward raises for an overwritten saved tensor, as after torch's own in-place operations."""
     call, outputs = getattr(Writes(), name)(target)
     call()
     for output in outputs:
@@ -314,7 +314,7 @@ def test_checkpoint(entry, use_reentrant):
 
 
 def test_compile(entry):
-    """Also where torch breaks the graph by itself, as at a size that depends on values."""
+    """Compiles also where torch breaks the graph, as at a size that depends on values."""
     torch._dynamo.reset()
 
     def model(*tensors):

@@ -143,7 +143,7 @@ def close(got, expected):
 
 
 def test_self_test(surroundings):
-    """What `python -m preflash check` does."""
+    """Runs the tests of `python -m preflash check --quick` on the CPU."""
     place = Place("cpu", torch.device("cpu"), "CPU")
     for area, test in self_test._tests(place, quick=True):
         outcome = self_test.Outcome()

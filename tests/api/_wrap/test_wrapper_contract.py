@@ -1,4 +1,4 @@
-"""What callers rely on beside the numbers: aliases, LSE forms, buffers, re-selection, state."""
+"""Wrapper behaviour besides numbers: aliases, LSE forms, buffers, re-selection, state."""
 
 import dataclasses
 import math

@@ -32,7 +32,7 @@ int lane_of(int key) { return key / 2 % kLanes; }
 
 float weights[2][kKeys];
 
-// What the tensor core adds: 13 bits behind the leading one of the largest term.
+// Sums as the tensor core does: terms keep 13 bits below the leading bit of the largest one.
 double product(double sum, const float* p, int count) {
   double largest = sum;
   for (int i = 0; i < count; ++i) largest = std::max<double>(largest, p[i]);

@@ -32,7 +32,7 @@ constexpr std::size_t kCanaryBytes = 64;
 constexpr char kCanary = '\xA5';
 constexpr int kThreads = 2;  // of a plan that is run
 
-// What a segment's problem only points to, and its kernel.
+// Arrays that a segment's problem points to, and its kernel.
 struct CaseSegment {
   std::vector<std::int32_t> qo_indptr;
   std::vector<std::int32_t> kv_indptr;
@@ -272,7 +272,7 @@ void check(const py::kwargs& kwargs) {
   validate(given.problem);
 }
 
-// What any launch of a ragged case of one segment says; the tensors are contiguous [token, head,
+// Launch parameters of a ragged case of one segment; the tensors are contiguous [token, head,
 // head_dim].
 ForwardSegment segment_of(const Case& given) {
   const SegmentProblem& problem = given.problem.segments[0];
