@@ -1,5 +1,5 @@
 """Failures outside the kernels: output that cannot be written, invalid problems, an invalid
-environment. Errors are one line, exit code 2, before any work."""
+environment. Most end with one line and exit code 2, before any work."""
 
 import os
 import subprocess

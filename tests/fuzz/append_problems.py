@@ -47,7 +47,8 @@ def draw(seed: int, index: int, limits: Limits) -> AppendProblem:
 
 
 def examine(problem: AppendProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """Appends, where backend says no more than the device."""
+    """Appends and compares with a loop. `device` alone decides what runs; backend="cpu" makes a
+    missing kernel a failure."""
     return verdict_of(lambda: _examine(problem, torch.device(device)), backend)
 
 

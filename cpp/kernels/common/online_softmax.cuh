@@ -171,7 +171,7 @@ struct OnlineSoftmax {
   }
 
   // Returns the rounding error of a huge reference's product, which distinguishes chunks whose
-  // products round to one number. Beyond 2^30 it is scaled down to the error at 2^30, 32 at most,
+  // products round to one number. Beyond 2^30 it is scaled down to the error at 2^30, 64 at most,
   // so that the logarithm of the sum keeps its bits when added; two references differ by 64 and
   // more even then.
   __device__ static __forceinline__ float shrunk_rest(float reference, float scale_log2,
