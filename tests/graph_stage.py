@@ -13,7 +13,7 @@ import random
 import preflash
 import pytest
 import torch
-from preflash._run import kernels
+from preflash._device import backends
 from preflash.testing import Case, Inputs, build, runner
 
 NAN = float("nan")
@@ -34,7 +34,7 @@ class _Recorder:
 @pytest.fixture
 def recorder(monkeypatch) -> _Recorder:
     made = _Recorder()
-    monkeypatch.setattr(kernels.CpuBackend, "launched_by", made.launch)
+    monkeypatch.setattr(backends.CpuBackend, "launched_by", made.launch)
     return made
 
 

@@ -74,22 +74,25 @@ std::shared_ptr<Plan> make_plan(Family family, int device, const PerSegment<Plan
   return std::make_shared<Plan>(family, device, requests, float_workspace_bytes);
 }
 
-PlanRequest plan_request(const py::handle& given) {
-  auto [options, batch, graph_max_rows] =
-      given.cast<std::tuple<AttentionOptions, std::shared_ptr<Batch>, std::int32_t>>();
-  return {.options = options, .batch = std::move(batch), .graph_max_rows = graph_max_rows};
+// (options, batch, graph_max_rows, graph_mask_bytes)
+PlanRequest plan_request(py::handle given) {
+  if (!PyTuple_Check(given.ptr()) || PyTuple_GET_SIZE(given.ptr()) != 4) {
+    throw py::type_error("a segment is (options, batch, graph_max_rows, graph_mask_bytes)");
+  }
+  PyObject* const* const items = &PyTuple_GET_ITEM(given.ptr(), 0);
+  return {.options = argument<const AttentionOptions&>(items, 0),
+          .batch = argument<std::shared_ptr<Batch>>(items, 1),
+          .graph_max_rows = argument<std::int32_t>(items, 2),
+          .graph_mask_bytes = argument<std::int64_t>(items, 3)};
 }
 
-// (family, device, options, batch, float_workspace_bytes, graph_max_rows, graph_mask_bytes)
+// (family, device, segments, float_workspace_bytes)
 PyObject* plan(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 7) return PyErr_Format(PyExc_TypeError, "plan takes 7 arguments");
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "plan takes 4 arguments");
   try {
-    const PlanRequest request{.options = argument<const AttentionOptions&>(given, 2),
-                              .batch = argument<std::shared_ptr<Batch>>(given, 3),
-                              .graph_max_rows = argument<std::int32_t>(given, 5),
-                              .graph_mask_bytes = argument<std::int64_t>(given, 6)};
-    return py::cast(make_plan(argument<Family>(given, 0), argument<int>(given, 1), request,
-                              argument<std::int64_t>(given, 4)))
+    const auto requests = per_segment<PlanRequest>(argument<py::sequence>(given, 2), &plan_request);
+    return py::cast(make_plan(argument<Family>(given, 0), argument<int>(given, 1), requests,
+                              argument<std::int64_t>(given, 3)))
         .release()
         .ptr();
   } catch (...) {
@@ -97,16 +100,17 @@ PyObject* plan(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
 }
 
-PyMethodDef plan_definition = fast_definition("plan", &plan, "A plan of one segment.");
+PyMethodDef plan_definition = fast_definition("plan", &plan, "A plan of one launch.");
 
-// (uploader, torch, buffer, tensor, capacity)
+// (uploader, torch, buffer), which has a tensor and its num_bytes
 PyObject* place(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 5) return PyErr_Format(PyExc_TypeError, "place takes 5 arguments");
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "place takes 3 arguments");
   try {
-    return py::cast(std::make_shared<Place>(
-                        argument<std::shared_ptr<Uploader>>(given, 0),
-                        argument<std::shared_ptr<Torch>>(given, 1), argument<py::object>(given, 2),
-                        argument<py::object>(given, 3), argument<std::int64_t>(given, 4)))
+    const auto buffer = argument<py::object>(given, 2);
+    return py::cast(std::make_shared<Place>(argument<std::shared_ptr<Uploader>>(given, 0),
+                                            argument<std::shared_ptr<Torch>>(given, 1), buffer,
+                                            buffer.attr("tensor"),
+                                            buffer.attr("num_bytes").cast<std::int64_t>()))
         .release()
         .ptr();
   } catch (...) {
@@ -132,51 +136,8 @@ PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef same_definition =
     fast_definition("same_objects", &same_objects, "Whether tuples hold the same objects.");
 
-// A plan and where it goes.
-using Placement = std::pair<std::shared_ptr<Place>, std::shared_ptr<Plan>>;
-
-// NOTE: the caller's state changes in `then`. No signal handler may run and raise after the work
-// list has arrived in memory that the old state may still own and before the new state describes
-// it. So `then` must not run Python bytecode, between which handlers run.
-void write(const std::vector<Placement>& placements, const py::sequence& page_indices,
-           Address mask_bits, Address stream, const py::object& then, const py::list& copies) {
-  Upload upload{.page_indices = per_segment<const std::int32_t*>(
-                    page_indices,
-                    [](const py::handle& given) {
-                      return pointer<const std::int32_t>(given.cast<Address>());
-                    }),
-                .stream = pointer<void>(stream)};
-  if (mask_bits != 0) upload.mask_bits = pointer<const std::uint8_t>(mask_bits);
-  if (placements.empty() && !copies.empty()) {
-    throw std::logic_error("no plan is uploaded that the copies could go with");
-  }
-  for (const py::handle& copy : copies) {
-    const auto [to, from, bytes] = copy.cast<std::tuple<Address, Address, std::size_t>>();
-    upload.copies.push_back(
-        {.to = pointer<void>(to), .from = pointer<const void>(from), .bytes = bytes});
-  }
-  {
-    // Staging may be busy with an earlier copy.
-    py::gil_scoped_release release;
-    for (const auto& [place, plan] : placements) {
-      place->write(plan, upload);
-      upload.copies.clear();  // they went with the first plan
-    }
-  }
-  if (!then.is_none()) then();
-}
-
 void bind_plans(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def_static(
-          "of_segments",
-          [](Family family, int device, const py::sequence& segments,
-             std::int64_t float_workspace_bytes) {
-            return make_plan(family, device, per_segment<PlanRequest>(segments, &plan_request),
-                             float_workspace_bytes);
-          },
-          "One launch for (options, batch, graph_max_rows) of each segment.", py::arg("family"),
-          py::arg("device"), py::arg("segments"), py::arg("float_workspace_bytes"))
       .def_property_readonly("num_segments",
                              [](const Plan& plan) { return plan.segments().size(); })
       .def_property_readonly("id", &Plan::id)
@@ -210,6 +171,8 @@ void bind_places(py::module_& m) {
           "shared", [](const Place& place) { return place.shared.load(); },
           [](Place& place, bool shared) { place.shared = shared; })
       .def_property_readonly("held", &Place::held)
+      .def_property_readonly("is_captured",
+                             [](const Place& place) { return place.held() != nullptr; })
       .def_property_readonly("captured",
                              [](const Place& place) -> py::object {
                                const auto segments = place.captured();
@@ -246,8 +209,6 @@ void bind_plan(py::module_& m) {
   bind_plans(m);
   bind_places(m);
   add_functions(m, {&plan_definition, &place_definition, &same_definition});
-  m.def("write_plans", &write, py::arg("placements"), py::arg("page_indices"), py::arg("mask_bits"),
-        py::arg("stream"), py::arg("then"), py::arg("copies"));
 }
 
 }  // namespace preflash

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -32,14 +33,20 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 
 PyMethodDef run_definition = fast_definition("run", &run, "Starts a launch for these tensors.");
 
+// The state of a callable that bound_run() made.
+Shared bound_of(py::handle callable) {
+  if (!PyCFunction_Check(callable.ptr()) ||
+      PyCFunction_GET_FUNCTION(callable.ptr()) != run_definition.ml_meth) {
+    throw py::type_error("not a bound run");
+  }
+  return state_of<Shared>(PyCFunction_GET_SELF(callable.ptr()));
+}
+
 // (run, its arguments)
 PyObject* check_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count == 0 || !PyCFunction_Check(given[0]) ||
-      PyCFunction_GET_FUNCTION(given[0]) != run_definition.ml_meth) {
-    return PyErr_Format(PyExc_TypeError, "check_run takes a bound run and its arguments");
-  }
+  if (count == 0) return PyErr_Format(PyExc_TypeError, "check_run takes a bound run");
   try {
-    state_of<Shared>(PyCFunction_GET_SELF(given[0]))->check(given + 1, count - 1);
+    bound_of(given[0])->check(given + 1, count - 1);
     Py_RETURN_NONE;
   } catch (...) {
     return raise(std::current_exception());
@@ -49,28 +56,13 @@ PyObject* check_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef check_definition =
     fast_definition("check_run", &check_run, "The checks of a bound run alone.");
 
-// (place, plan, partials, masks, largest_pages, held, known, functions, context, num_threads,
-// launched_by, kv_lens)
+// (place, plan, settings, context)
 PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 12) return PyErr_Format(PyExc_TypeError, "bound_run takes 12 arguments");
-  const auto object = [given](int i) { return py::reinterpret_borrow<py::object>(given[i]); };
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "bound_run takes 4 arguments");
   try {
-    auto place = object(0).cast<std::shared_ptr<Place>>();
-    std::vector<RunMemory> memory;
-    const auto masks = object(3).cast<py::list>(), kv_lens = object(11).cast<py::list>();
-    for (std::size_t s = 0; s < masks.size(); ++s) {
-      memory.push_back(RunMemory::of_plan(*place->torch, object(2), masks[s], kv_lens[s]));
-    }
-    auto bound =
-        std::make_shared<BoundRun>(std::move(place), object(1).cast<std::shared_ptr<Plan>>(),
-                                   std::move(memory), object(4).cast<std::vector<std::int64_t>>(),
-                                   object(6).cast<std::shared_ptr<KnownTensors>>(),
-                                   object(7).cast<std::shared_ptr<RunFunctions>>(), object(8),
-                                   Starting{.num_threads = object(9), .launched_by = object(10)});
-    for (const py::handle held : object(5)) {
-      auto [name, tensor, bytes] = held.cast<std::tuple<std::string, py::object, std::int64_t>>();
-      bound->hold(name, tensor, bytes);
-    }
+    auto bound = std::make_shared<BoundRun>(
+        argument<std::shared_ptr<Place>>(given, 0), argument<std::shared_ptr<Plan>>(given, 1),
+        argument<std::shared_ptr<RunSettings>>(given, 2), argument<py::tuple>(given, 3));
     return fast_callable(run_definition, std::move(bound)).release().ptr();
   } catch (...) {
     return raise(std::current_exception());
@@ -79,6 +71,51 @@ PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 PyMethodDef bound_definition = fast_definition(
     "bound_run", &bound_run, "The function that runs a placed plan, for any layer.");
+
+// Adds a copy of an int32 array into the beginning of a buffer. copy: the buffer, the array, and
+// the most elements. Arrays that are not contiguous and one-dimensional on the host are copied by
+// Python.
+void add_copy(const BoundRun& run, py::handle copy, std::vector<HostCopy>* copies) {
+  if (!PyTuple_Check(copy.ptr()) || PyTuple_GET_SIZE(copy.ptr()) != 3) {
+    throw py::type_error("a copy is (buffer, array, most)");
+  }
+  PyObject* const* const items = &PyTuple_GET_ITEM(copy.ptr(), 0);
+  const auto to = run.torch().read(items[0]), from = run.torch().read(items[1]);
+  if (!to || !from || from->device.type != dlpack::kCpu || from->ndim != 1 ||
+      (from->strides[0] != 1 && from->shape[0] > 1)) {
+    run.functions().copy(py::handle(items[0]), py::handle(items[1]), py::handle(items[2]));
+    return;
+  }
+  if (from->address() == to->address()) return;
+  const std::int64_t elements = std::min(from->shape[0], argument<std::int64_t>(items, 2));
+  copies->push_back({.to = pointer<void>(to->address()),
+                     .from = pointer<const void>(from->address()),
+                     .bytes = static_cast<std::size_t>(elements) * sizeof(std::int32_t)});
+}
+
+// (runs, stream, copies, then). NOTE: the caller's state changes in `then`. No signal handler may
+// run and raise after the work list has arrived in memory that the old state may still own and
+// before the new state describes it. So `then` must not run Python bytecode, between which handlers
+// run.
+PyObject* upload(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "upload takes 4 arguments");
+  try {
+    std::vector<Shared> runs;
+    for (const py::handle run : argument<py::sequence>(given, 0)) runs.push_back(bound_of(run));
+    std::vector<HostCopy> copies;
+    for (const py::handle copy : argument<py::sequence>(given, 2)) {
+      add_copy(*runs.front(), copy, &copies);
+    }
+    BoundRun::upload(runs, pointer<void>(argument<Address>(given, 1)), std::move(copies));
+    if (given[3] == Py_None) Py_RETURN_NONE;
+    return PyObject_CallNoArgs(given[3]);
+  } catch (...) {
+    return raise(std::current_exception());
+  }
+}
+
+PyMethodDef upload_definition =
+    fast_definition("upload", &upload, "Starts the copies of work lists to the device.");
 
 // Address, (stride, count) of the dimensions before the last, and the bytes of a row.
 using Strided =
@@ -103,20 +140,33 @@ bool tensors_may_overlap(const Strided& a, const Strided& b) {
 }  // namespace
 
 void bind_run(py::module_& m) {
-  py::class_<KnownTensors, std::shared_ptr<KnownTensors>>(m, "KnownTensors").def(py::init());
+  py::class_<RunSettings, std::shared_ptr<RunSettings>>(m, "RunSettings")
+      .def(py::init([](std::shared_ptr<RunFunctions> functions, py::object float_workspace,
+                       py::object num_threads, py::object launched_by) {
+             auto settings = std::make_shared<RunSettings>();
+             settings->functions = std::move(functions);
+             settings->float_workspace = std::move(float_workspace);
+             settings->num_threads = std::move(num_threads);
+             settings->launched_by = std::move(launched_by);
+             return settings;
+           }),
+           py::arg("functions"), py::arg("float_workspace"), py::arg("num_threads"),
+           py::arg("launched_by"));
   m.def("last_variant", &BoundRun::last_variant);
   m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
   py::class_<RunFunctions, std::shared_ptr<RunFunctions>>(m, "RunFunctions")
       .def(py::init([](py::object check, py::object refuse, py::object stream,
-                       py::object stream_changed) {
+                       py::object stream_changed, py::object copy) {
              return std::make_shared<RunFunctions>(
                  RunFunctions{.check = std::move(check),
                               .refuse = std::move(refuse),
                               .stream = std::move(stream),
-                              .stream_changed = std::move(stream_changed)});
+                              .stream_changed = std::move(stream_changed),
+                              .copy = std::move(copy)});
            }),
-           py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"));
-  add_functions(m, {&bound_definition, &check_definition});
+           py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"),
+           py::arg("copy"));
+  add_functions(m, {&bound_definition, &check_definition, &upload_definition});
 }
 
 }  // namespace preflash

@@ -90,24 +90,73 @@ py::object made(const py::object& make, PyObject* q) {
 }  // namespace
 
 BoundRun::BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
-                   std::vector<RunMemory> memory, std::vector<std::int64_t> largest_pages,
-                   std::shared_ptr<KnownTensors> known,
-                   std::shared_ptr<const RunFunctions> functions, py::object context,
-                   Starting starting)
+                   std::shared_ptr<RunSettings> settings, py::tuple context)
     : place_(std::move(place)),
       torch_(*place_->torch),
       plan_(std::move(plan)),
       num_segments_(plan_->segments().size()),
-      memory_(std::move(memory)),
-      largest_pages_(std::move(largest_pages)),
-      known_(std::move(known)),
-      functions_(std::move(functions)),
+      settings_(std::move(settings)),
       context_(std::move(context)),
-      starting_(std::move(starting)),
       held_(place_->torch, "plan()", "call plan() again"),
       stream_(current_stream()) {
+  const auto requests = context_[0].cast<py::tuple>();
+  for (int s = 0; s < num_segments_; ++s) memory_.push_back(segment_memory(s, requests[s]));
   held_.hold("int_workspace_buffer", place_->tensor,
              {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan_->int_bytes()});
+}
+
+PlannedSegmentMemory BoundRun::segment_memory(int segment, py::handle request) {
+  struct Names {
+    py::str mask = "mask", kv_lens = "kv_lens", pages = "pages", graph_rows = "graph_rows";
+    py::str on_device = "on_device", largest = "largest";
+  };
+  const Names& names = made_once<Names>([] { return Names{}; });
+  const Batch& batch = *plan_->segments()[segment].batch;
+  const bool of_graphs = request.attr(names.graph_rows).cast<int>() > 0;
+  const auto hold = [this](const char* name, const py::object& tensor, std::int64_t bytes) {
+    const Address address = torch_.address_of(tensor.ptr());
+    held_.hold(name, tensor, {.address = address, .bytes = bytes});
+    return address;
+  };
+  py::object mask = request.attr(names.mask), kv_lens = request.attr(names.kv_lens);
+  PlannedSegmentMemory found{
+      .memory = RunMemory::of_plan(torch_, settings_->float_workspace, mask, kv_lens)};
+  if (!kv_lens.is_none()) {
+    hold("seq_lens", kv_lens, batch.num_requests() * std::int64_t{sizeof(std::int32_t)});
+  }
+  const py::object pages = request.attr(names.pages);
+  if (!pages.is_none()) {
+    const py::object indices = pages.attr(names.on_device), largest = pages.attr(names.largest);
+    if (!indices.is_none()) {
+      const char* const name = of_graphs ? "paged_kv_indices_buf" : "paged_kv_indices";
+      const std::int64_t bytes = batch.page_entries() * std::int64_t{sizeof(std::int32_t)};
+      found.page_indices = pointer<const std::int32_t>(hold(name, indices, bytes));
+    }
+    if (!largest.is_none()) found.largest_page = largest.cast<std::int64_t>();
+  }
+  if (!mask.is_none()) {
+    if (of_graphs) {  // the bits may change on the device after plan()
+      hold("custom_mask_buf", mask, batch.mask_bytes());
+    } else if (num_segments_ == 1) {  // no kernel of two segments asks which tiles are full
+      found.mask_bits = found.memory.extras.mask_bits;
+    }
+  }
+  return found;
+}
+
+void BoundRun::upload(const std::vector<std::shared_ptr<BoundRun>>& runs, void* stream,
+                      std::vector<HostCopy> copies) {
+  if (runs.empty()) throw std::logic_error("there is no plan to upload");
+  Upload upload{.copies = std::move(copies), .stream = stream};
+  for (const PlannedSegmentMemory& segment : runs.front()->memory_) {
+    upload.page_indices.add(segment.page_indices);
+  }
+  if (const auto* mask_bits = runs.front()->memory_.front().mask_bits) upload.mask_bits = mask_bits;
+  py::gil_scoped_release release;  // staging may be busy with an earlier copy
+  for (const auto& run : runs) {
+    run->place_->write(run->plan_, upload);
+    upload.copies.clear();  // they went with the first plan
+  }
 }
 
 BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
@@ -123,7 +172,7 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
     try {
       call.in_place[s].emplace(given, SeenSegment(torch_, given));
     } catch (const std::exception&) {
-      ask(functions_->check, arguments);  // says which argument is no ordinary tensor
+      ask(settings_->functions->check, arguments);  // says which argument is no ordinary tensor
       throw;
     }
   }
@@ -132,11 +181,11 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
     const auto& [given, seen] = call.segment(s);
     for (std::size_t i = 0; i < given.heads.size(); ++i) {
       if (given.heads[i] == Py_None || seen.heads[i] != 0) continue;
-      ask(functions_->check, arguments);
+      ask(settings_->functions->check, arguments);
       throw std::invalid_argument(std::string(kHeadTensors[i].name) + " has no memory behind it");
     }
   }
-  if (records(call)) ask(functions_->refuse, arguments);
+  if (records(call)) ask(settings_->functions->refuse, arguments);
   return call;
 }
 
@@ -174,7 +223,7 @@ bool BoundRun::holds_plan(const CheckedTensors& checked) const {
     const Batch& batch = *plan_->segments()[s].batch;
     const RunTensors& tensors = checked.tensors[s];
     const bool paged = batch.page_size() > 0;
-    if (paged && tensors.k.num_pages <= largest_pages_[s]) return false;
+    if (paged && tensors.k.num_pages <= memory_[s].largest_page) return false;
     if (batch.are_bounds()) continue;
     if (tensors.q.num_tokens < batch.qo_end()) return false;
     if (batch.exact_rows() && tensors.q.num_tokens > batch.qo_end()) return false;
@@ -185,8 +234,8 @@ bool BoundRun::holds_plan(const CheckedTensors& checked) const {
 }
 
 std::shared_ptr<const CheckedTensors> BoundRun::find_known(const Call& call) const {
-  const std::lock_guard lock(known_->guard);
-  for (const auto& checked : known_->checked) {
+  const std::lock_guard lock(settings_->guard);
+  for (const auto& checked : settings_->checked) {
     if (looks_like(*checked, call) && holds_plan(*checked)) return checked;
   }
   return nullptr;
@@ -197,9 +246,9 @@ std::shared_ptr<const CheckedTensors> BoundRun::tensors_of(const Call& call,
   if (auto known = find_known(call)) return known;
   const auto checked = check_tensors(call, arguments);
   std::vector<std::shared_ptr<const CheckedTensors>> dropped;  // once others may go on
-  const std::lock_guard lock(known_->guard);
-  if (known_->checked.size() >= kLaunchesKept) dropped.swap(known_->checked);
-  known_->checked.push_back(checked);
+  const std::lock_guard lock(settings_->guard);
+  if (settings_->checked.size() >= kLaunchesKept) dropped.swap(settings_->checked);
+  settings_->checked.push_back(checked);
   return checked;
 }
 
@@ -207,7 +256,7 @@ std::shared_ptr<const CheckedTensors> BoundRun::check_tensors(const Call& call,
                                                               PyObject* const* arguments) const {
   CheckedTensors checked;
   for (int s = 0; s < num_segments_; ++s) checked.facts.add(call.segment(s).seen.facts);
-  for (const py::handle segment : ask(functions_->check, arguments)) {
+  for (const py::handle segment : ask(settings_->functions->check, arguments)) {
     auto [numbers, v_offset, make_out, make_lse] =
         segment.cast<std::tuple<SegmentNumbers, std::int64_t, py::object, py::object>>();
     checked.tensors.add(run_tensors(numbers));
@@ -253,11 +302,12 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
       const bool blank = plan_->segments()[s].batch->may_leave_rows(q_rows);
       results[s] = make_outputs(bound, blank, &call.segment(s));
     } catch (const std::exception&) {
-      ask(functions_->check, arguments);  // what looks like the tensors before, as in torch.vmap
+      ask(settings_->functions->check,
+          arguments);  // what looks like the tensors before, as in torch.vmap
       throw;
     }
     const auto& [given, seen] = call.segment(s);
-    const RunMemory& memory = given.memory == nullptr ? memory_[s] : *given.memory;
+    const RunMemory& memory = given.memory == nullptr ? memory_[s].memory : *given.memory;
     RunExtras extras = memory.extras;
     seen.add_heads(&extras);
     launched.segments.add({.q = pointer<const void>(seen.q),
@@ -274,7 +324,7 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
   launched.stream = follow_stream();
   // All segments share one float workspace.
   const RunMemory* const memory = call.segment(0).given.memory;
-  const py::object& partials = (memory == nullptr ? memory_[0] : *memory).partials;
+  const py::object& partials = (memory == nullptr ? memory_[0].memory : *memory).partials;
   last_id = plan_->id();
   if (launch(call.bound, launched, partials))
     place_->note_capture(call.bound->checked->tensors, partials);
@@ -314,7 +364,7 @@ py::object BoundRun::make_outputs(const BoundSegment& bound, bool blank,
 void* BoundRun::current_stream() const {
   if (place_->device() == kCpuDevice) return nullptr;
   if (const auto stream = torch_.current_stream(place_->device())) return *stream;
-  return pointer<void>(functions_->stream(context_).cast<Address>());
+  return pointer<void>(settings_->functions->stream(context_).cast<Address>());
 }
 
 void* BoundRun::follow_stream() {
@@ -325,7 +375,7 @@ void* BoundRun::follow_stream() {
       py::gil_scoped_release release;
       place_->arrive_before(stream);
     }
-    functions_->stream_changed(context_);
+    settings_->functions->stream_changed(context_);
     stream_ = stream;
   }
   return stream;
@@ -333,11 +383,11 @@ void* BoundRun::follow_stream() {
 
 bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
                       const py::object& partials) const {
-  if (starting_.launched_by.is_none()) return start(*bound, arguments, partials);
+  if (settings_->launched_by.is_none()) return start(*bound, arguments, partials);
   const py::cpp_function start_it([self = shared_from_this(), bound, arguments, partials] {
     return self->start(*bound, arguments, partials);
   });
-  return starting_.launched_by(start_it).cast<bool>();
+  return settings_->launched_by(start_it).cast<bool>();
 }
 
 bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
@@ -362,11 +412,11 @@ bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& par
 }
 
 bool BoundRun::start_now(Bound& bound, RunArguments arguments) const {
-  if (starting_.num_threads.is_none()) {
+  if (settings_->num_threads.is_none()) {
     const WithoutInterpreter others_run;
     return bound.launch.run(arguments);
   }
-  arguments.num_threads = starting_.num_threads().cast<int>();
+  arguments.num_threads = settings_->num_threads().cast<int>();
   check_num_threads(arguments.num_threads);
   const WithoutInterpreter others_run;
   return run_interruptibly(bound.launch, arguments);

@@ -23,13 +23,7 @@ struct RunFunctions {
   pybind11::object refuse;          // (arguments of run): raises where a gradient or trace is lost
   pybind11::object stream;          // address of the current stream
   pybind11::object stream_changed;  // called before a run on another stream than the last run's
-};
-
-// Python hooks for the start of a launch.
-struct Starting {
-  pybind11::object num_threads;  // called for every launch; None: not on the CPU
-  pybind11::object launched_by;  // called with each launch, which says whether it was captured,
-                                 // instead of starting it; None: started
+  pybind11::object copy;            // (buffer, array, most), without context: see upload()
 };
 
 // Results of the checks of one segment's tensors, for its launches.
@@ -46,28 +40,42 @@ struct CheckedTensors {
   std::vector<BoundSegment> segments;
 };
 
-// Checked tensors of plans with the same options and layouts, for the next such plan() to reuse.
-// Each plan compares its own lengths with them.
-struct KnownTensors {
-  Guard guard;
-  std::vector<std::shared_ptr<const CheckedTensors>> checked;
+// What the runs of plans with the same options and layouts have in common.
+struct RunSettings {
+  std::shared_ptr<const RunFunctions> functions;
+  pybind11::object float_workspace;  // a tensor, or None: every run brings its own, if any
+  pybind11::object num_threads;      // called for every launch; None: not on the CPU
+  // Called with each launch, which says whether it was captured, instead of starting it; None:
+  // started.
+  pybind11::object launched_by;
+
+  Guard guard;  // guards checked
+  // The tensors of earlier runs. Each plan compares its own lengths with them.
+  std::vector<std::shared_ptr<const CheckedTensors>> checked = {};
+};
+
+// What kernels read besides a run's tensors, of one segment of a plan.
+struct PlannedSegmentMemory {
+  RunMemory memory;
+  const std::int32_t* page_indices = nullptr;  // null: the plan's upload contains them, or ragged
+  std::int64_t largest_page = -1;              // -1: not known here, or ragged
+  // Null: no mask, or one that may change after plan().
+  const std::uint8_t* mask_bits = nullptr;
 };
 
 // Thread-safe: any number of threads may call run() at once.
 class BoundRun : public std::enable_shared_from_this<BoundRun> {
  public:
-  // memory: the plan's own, of each segment. largest_pages: the largest page index of each; -1: not
-  // known here, or ragged.
+  // context: of settings' functions; its first item has the request of each segment.
   BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
-           std::vector<RunMemory> memory, std::vector<std::int64_t> largest_pages,
-           std::shared_ptr<KnownTensors> known, std::shared_ptr<const RunFunctions> functions,
-           pybind11::object context, Starting starting);
+           std::shared_ptr<RunSettings> settings, pybind11::tuple context);
 
-  // Registers a tensor that the plan uses and callers also hold. Launches check its memory.
-  void hold(std::string name, const pybind11::object& tensor, std::int64_t bytes) {
-    held_.hold(std::move(name), tensor,
-               {.address = torch_.address_of(tensor.ptr()), .bytes = bytes});
-  }
+  // Starts the copies of work lists to the device, of plans of one batch that have their places,
+  // and of `copies` with the first. Releases the GIL meanwhile.
+  static void upload(const std::vector<std::shared_ptr<BoundRun>>& runs, void* stream,
+                     std::vector<HostCopy> copies);
+  const Torch& torch() const { return torch_; }
+  const RunFunctions& functions() const { return *settings_->functions; }
 
   // arguments: GivenSegment's, for each segment. Raises every error of the wrapper's run() about
   // its tensors, and returns its results.
@@ -112,6 +120,8 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   // True if these tensors contain all tokens and pages of the plan.
   bool holds_plan(const CheckedTensors& checked) const;
   bool records(const Call& call) const;
+  // Reads a segment's request, and holds on to tensors that callers hold, too.
+  PlannedSegmentMemory segment_memory(int segment, pybind11::handle request);
   pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
   // Returns a segment's results; fills in the addresses of tensors that it allocates. blank: a new
   // out starts as zeros and a new lse as -inf, for the rows that the kernel does not write.
@@ -128,12 +138,9 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   const Torch& torch_;
   std::shared_ptr<const Plan> plan_;
   int num_segments_;
-  std::vector<RunMemory> memory_;  // of each segment
-  std::vector<std::int64_t> largest_pages_;
-  std::shared_ptr<KnownTensors> known_;
-  std::shared_ptr<const RunFunctions> functions_;
-  pybind11::object context_;
-  Starting starting_;
+  std::vector<PlannedSegmentMemory> memory_;  // of each segment
+  std::shared_ptr<RunSettings> settings_;
+  pybind11::tuple context_;
   HeldMemory held_;
   std::atomic<void*> stream_;  // stream of the last run
   Guard guard_;                // guards bound_

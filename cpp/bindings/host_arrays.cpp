@@ -1,9 +1,11 @@
 // The index arrays of plan() in their usual form: contiguous one-dimensional int32 tensors on the
 // CPU. Python handles all others, and says what is wrong with them.
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -18,6 +20,12 @@ namespace {
 namespace py = pybind11;
 
 using Indices = std::span<const std::int32_t>;
+
+// True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it.
+bool debugging() {
+  const char* const value = std::getenv("PREFLASH_DEBUG");
+  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+}
 
 // torch's methods, called as from Python, for what the protocol's table does not tell.
 struct HostArrays {
@@ -67,11 +75,13 @@ Indices indices_at(Address data, std::int64_t count) {
   return Indices(pointer<const std::int32_t>(data), static_cast<std::size_t>(count));
 }
 
-std::optional<Indices> by_table(const Torch& torch, PyObject* value) {
+constexpr dlpack::Device kHost = {.type = dlpack::kCpu, .id = 0};
+
+std::optional<Indices> by_table(const Torch& torch, PyObject* value, dlpack::Device device) {
   constexpr dlpack::DataType kInt32 = {.code = dlpack::kInt, .bits = 32, .lanes = 1};
   const std::optional<dlpack::Tensor> tensor = torch.read(value);
-  if (!tensor || tensor->ndim != 1 || tensor->device.type != dlpack::kCpu ||
-      !(tensor->dtype == kInt32) || (tensor->strides[0] != 1 && tensor->shape[0] > 1)) {
+  if (!tensor || tensor->ndim != 1 || !(tensor->device == device) || !(tensor->dtype == kInt32) ||
+      (tensor->strides[0] != 1 && tensor->shape[0] > 1)) {
     return {};
   }
   return indices_at(tensor->address(), tensor->shape[0]);
@@ -86,10 +96,13 @@ std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
   return indices_at(integer(torch.data_ptr, value), integer(torch.numel, value));
 }
 
-// The elements of a usual array. A storage that is too small was freed.
-std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
+// The elements of a usual array on a device. A storage that is too small was freed.
+std::optional<Indices> elements(const HostArrays& torch, PyObject* value,
+                                dlpack::Device device = kHost) {
+  const bool reads = torch.torch->reads();
+  if (!reads && !(device == kHost)) return {};
   const std::optional<Indices> found =
-      torch.torch->reads() ? by_table(*torch.torch, value) : by_methods(torch, value);
+      reads ? by_table(*torch.torch, value, device) : by_methods(torch, value);
   if (!found || found->data() == nullptr) return {};
   if (call(torch.is_neg, value).ptr() != Py_False) return {};
   const std::int64_t end = integer(torch.storage_offset, value) + std::ssize(*found);
@@ -99,29 +112,53 @@ std::optional<Indices> elements(const HostArrays& torch, PyObject* value) {
   return found;
 }
 
-constexpr Py_ssize_t kArguments = 6;
+constexpr Py_ssize_t kArguments = 7;
 
-// The largest of the first `used` page indices, which the batch takes over; None if they are not in
-// the usual form.
+// The GPU of page indices that are not on the host: that of a graph's buffer for them, or of the
+// wrapper's uploads.
+std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer,
+                                     const Uploader* uploader) {
+  if (buffer) return buffer->device;
+  if (uploader == nullptr || uploader->device() == kCpuDevice) return {};
+  return dlpack::Device{.type = dlpack::kCuda, .id = uploader->device()};
+}
+
+// What plan() learns of page indices in the usual form: the largest of the first `used` on the
+// host, which the batch takes over unless a graph's buffer gets them; True for those on the GPU,
+// which nobody reads here. None: not in the usual form, or too many for the buffer.
 py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader* uploader,
-                        Batch& batch) {
+                        PyObject* buffer, Batch& batch) {
   const std::int32_t used = batch.kv_end();
+  std::optional<dlpack::Tensor> into_buffer;
+  if (buffer != Py_None) {
+    into_buffer = torch.torch->read(buffer);
+    if (!into_buffer || into_buffer->ndim != 1 || used > into_buffer->shape[0]) return py::none();
+  }
+  const auto holds = [used](const std::optional<Indices>& pages) {
+    return pages && used >= 0 && used <= std::ssize(*pages);
+  };
   std::optional<Indices> pages = elements(torch, given);
-  if (!pages || used < 0 || used > std::ssize(*pages)) return py::none();
+  if (!holds(pages)) {
+    const auto gpu = gpu_of(into_buffer, uploader);
+    if (!gpu || *gpu == kHost || debugging()) return py::none();
+    return holds(elements(torch, given, *gpu)) ? py::object(py::bool_(true)) : py::none();
+  }
+  if (into_buffer) return py::int_(batch.largest_page_of(pages->data(), used));
   std::shared_ptr<PageArray> into;
   if (uploader != nullptr && PageMemory::pays_for(used)) {
     into = uploader->page_memory().find(used);
     if (into == nullptr) {
       into = make_page_array(*uploader, used);
       pages = elements(torch, given);  // other threads may have been at it
-      if (!pages || used > std::ssize(*pages)) return py::none();
+      if (!holds(pages)) return py::none();
     }
   }
   return py::int_(batch.set_page_indices(pages->data(), used, std::move(into)));
 }
 
-// (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader): tensors but for the
-// last two, and an uploader or None. page_size 0: ragged, without tensors of pages.
+// (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader, buffer of page indices):
+// tensors but for page_size and an uploader; the last two may be None. page_size 0: ragged, without
+// tensors of pages.
 py::object batch_of(const HostArrays& torch, PyObject* const* given) {
   const int page_size = static_cast<int>(PyLong_AsLong(given[4]));
   const bool paged = page_size > 0;
@@ -144,7 +181,8 @@ py::object batch_of(const HostArrays& torch, PyObject* const* given) {
                                           .page_size = page_size});
   py::object largest = py::none();
   if (paged) {
-    largest = attach_pages(torch, given[3], py::handle(given[5]).cast<const Uploader*>(), *batch);
+    const auto* uploader = py::handle(given[5]).cast<const Uploader*>();
+    largest = attach_pages(torch, given[3], uploader, given[6], *batch);
   }
   return py::make_tuple(std::move(batch), std::move(largest));
 }
@@ -173,7 +211,7 @@ PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) 
 }
 
 PyMethodDef paged_batch_definition = fast_definition(
-    "paged_batch", &paged_batch, "(Batch, its largest page or None) of usual arrays, or None.");
+    "paged_batch", &paged_batch, "(Batch, what attach_pages() says) of usual arrays, or None.");
 
 // (kv_indptr, last_page_len, page_size): a list of the requests' lengths, or None where an array is
 // unusual or a value wrong.
@@ -223,6 +261,7 @@ void bind_host_arrays(py::module_& m) {
   };
   bind("paged_batches", paged_batch_definition);
   bind("page_lengths_of", page_lengths_definition);
+  m.def("debugging", &debugging);
 }
 
 }  // namespace preflash

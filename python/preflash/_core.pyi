@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Final, overload
+from typing import Any, Final, Literal, overload
 
 __version__: str
 abi_version: int
@@ -206,13 +206,20 @@ class Batch:
         self, page_indices: int, block_tables: int, row_stride: int
     ) -> int: ...
 
+def debugging() -> bool:
+    """True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it."""
+
 def paged_batches(
     torch: Torch, tensor_type: type, int32: object
-) -> Callable[[Any, Any, Any, Any, int, Uploader | None], tuple[Batch, int | None] | None]:
-    """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader) that
-    makes a batch of them, as set_page_indices() does, and finds its largest page. None: the first
-    three, or for the largest page the page indices, are not all contiguous one-dimensional int32
-    tensors on the CPU, of numbers that fit each other. page_size 0: ragged, without the pages."""
+) -> Callable[
+    [Any, Any, Any, Any, int, Uploader | None, Any], tuple[Batch, int | Literal[True] | None] | None
+]:
+    """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader, buffer)
+    that makes a batch of contiguous one-dimensional int32 tensors on the CPU; None where the first
+    three are others, or do not fit each other. page_size 0: ragged, without pages. buffer: where a
+    CUDA graph reads the page indices; None: the batch takes those on the CPU over.
+
+    With the batch comes the largest page index; True for indices on the GPU; None for others."""
 
 def page_lengths_of(
     torch: Torch, tensor_type: type, int32: object
@@ -302,15 +309,6 @@ class Uploader:
     device: Final[int]
 
 class Plan:
-    @staticmethod
-    def of_segments(
-        family: Family,
-        device: int,
-        segments: Sequence[tuple[AttentionOptions, Batch, int]],
-        float_workspace_bytes: int,
-    ) -> Plan:
-        """One launch of one or two segments: options, batch, graph_max_rows of each."""
-
     num_segments: Final[int]
     @property
     def id(self) -> str:
@@ -333,13 +331,12 @@ class Plan:
 def plan(
     family: Family,
     device: int,
-    options: AttentionOptions,
-    batch: Batch,
+    segments: Sequence[tuple[AttentionOptions, Batch, int, int]],
     float_workspace_bytes: int,
-    graph_max_rows: int,
-    graph_mask_bytes: int,
     /,
-) -> Plan: ...
+) -> Plan:
+    """The plan of one launch. segments: one or two, each (options, batch, graph_max_rows,
+    graph_mask_bytes)."""
 
 class Captured:
     """What CUDA graphs hold of the tensors of one segment of their runs, the largest of each."""
@@ -355,6 +352,10 @@ class Place:
     # Whether anybody else may still run what is here: a CUDA graph that captured it, a copied
     # wrapper.
     shared: bool
+    @property
+    def is_captured(self) -> bool:
+        """True if a CUDA graph has captured a run."""
+
     @property
     def captured(self) -> list[Captured] | None:
         """Of each segment; None: no graph has captured a run."""
@@ -381,22 +382,8 @@ class Place:
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
         in it."""
 
-def place(uploader: Uploader, torch: Torch, buffer: Any, tensor: Any, capacity: int, /) -> Place:
-    """`capacity` bytes of a device tensor. buffer: whatever owns the tensor."""
-
-def write_plans(
-    placements: list[tuple[Place, Plan]],
-    page_indices: Sequence[int],
-    mask_bits: int,
-    stream: int,
-    then: Callable[[], object] | None,
-    copies: list[tuple[int, int, int]],
-) -> None:
-    """Starts the copy of each plan to its place, and `copies`, (to, from, bytes) by address: to the
-    device, from host memory, which is read before this returns. page_indices: of each segment.
-    mask_bits: of the one segment, packed, where every run has the same; 0: there are none. then:
-    called once all of them have been started; no signal handler comes between where it runs no
-    bytecode."""
+def place(uploader: Uploader, torch: Torch, buffer: Any, /) -> Place:
+    """buffer: has a device `tensor` and its `num_bytes`."""
 
 def same_objects(a: tuple, b: tuple, /) -> bool:
     """By identity: 1 is not True."""
@@ -440,6 +427,8 @@ class RunFunctions:
         pages and of tokens in one.
     refuse: raises where a gradient or a trace would miss the run.
     stream: the address of the current one. stream_changed: before a run on another than the last.
+    copy: (buffer, array, most) of upload(), where the array is not contiguous and one-dimensional
+        on the host; called without the context.
     """
 
     def __init__(
@@ -448,37 +437,45 @@ class RunFunctions:
         refuse: Callable[..., None],
         stream: Callable[[Any], int],
         stream_changed: Callable[[Any], None],
+        copy: Callable[[Any, Any, int], None],
     ) -> None: ...
 
-class KnownTensors:
-    """What runs of plans with the same options and layouts have checked."""
+class RunSettings:
+    """What the runs of plans with the same options and layouts have in common, with the tensors
+    that have passed the checks. float_workspace: a tensor; None: every run brings its own, if any.
+    num_threads: called for every launch; None: not on the CPU. launched_by: called with each launch
+    instead of starting it; None: launches are started."""
+
+    def __init__(
+        self,
+        functions: RunFunctions,
+        float_workspace: Any | None,
+        num_threads: Callable[[], int] | None,
+        launched_by: Callable[[Callable[[], bool]], bool] | None,
+    ) -> None: ...
 
 def bound_run(
-    place: Place,
-    plan: Plan,
-    partials: Any | None,
-    masks: Sequence[Any | None],
-    largest_pages: Sequence[int],
-    held: Sequence[tuple[str, Any, int]],
-    known: KnownTensors,
-    functions: RunFunctions,
-    context: Any,
-    num_threads: Callable[[], int] | None,
-    launched_by: Callable[[Callable[[], bool]], bool] | None,
-    kv_lens: Sequence[Any | None],
-    /,
+    place: Place, plan: Plan, settings: RunSettings, context: tuple, /
 ) -> Callable[..., Any]:
     """The function (q, kv, scales, outputs, memory), again for a second segment, that starts a
     launch of a placed plan and returns the result, or that of each segment. kv: a cache that holds
     both, or a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
     return_lse, lse_base, lse_layout. memory: a RunMemory of this run alone; None: the plan's.
 
-    partials, masks: the plan's own tensors or None; a mask for each segment. largest_pages: of each
-    segment; -1: not known, or ragged. held: name, tensor and bytes of what the plan left elsewhere,
-    which every run looks for where it is now. context: must not hold what holds the run.
-    num_threads: asked for every launch; None: not on the CPU. launched_by: called with each launch
-    instead of starting it; None: they are started.
+    context: what the settings' functions get; the first item has the Request of each segment.
     """
+
+def upload(
+    runs: Sequence[Callable[..., Any]],
+    stream: int,
+    copies: Sequence[tuple[Any, Any, int]],
+    then: Callable[[], object] | None,
+    /,
+) -> None:
+    """Starts the copies of the runs' work lists to the device, and `copies` of int32 arrays: the
+    buffer on the device, the array, of which those on the host are read before this returns, and
+    the most elements. then: called once all have been started; no signal handler runs before it
+    where it runs no bytecode."""
 
 def check_run(run: Callable[..., Any], /, *arguments: Any) -> None:
     """The checks of a bound run alone."""

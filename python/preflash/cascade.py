@@ -302,7 +302,7 @@ class MultiLevelCascadeAttentionWrapper:
             table = dict(zip(_TABLES, of_level, strict=True))
             table["causal"] = a.causal if level is self._levels[-1] else False
             drafted.append(level._drafted(converted(a, PagedPlanArguments, **table)))
-        first, *others = (draft.asked.request.lengths.batch for draft in drafted)
+        first, *others = (level_plan.request.batch for level_plan, _ in drafted)
         for i, batch in enumerate(others, start=1):
             if (batch.qo_begin, batch.qo_end) != (first.qo_begin, first.qo_end):
                 raise ValueError(
@@ -312,8 +312,8 @@ class MultiLevelCascadeAttentionWrapper:
                 )
         # Nothing is refused from here on, but an interrupt may leave levels with the batch before.
         self._in_step = False
-        for level, draft in zip(self._levels, drafted, strict=True):
-            level._install(draft)
+        for level, (level_plan, copy_in) in zip(self._levels, drafted, strict=True):
+            level._install(level_plan, copy_in)
         self._in_step = True
 
     begin_forward = plan

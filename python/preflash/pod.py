@@ -22,7 +22,7 @@ from ._check.calls import (
     PodPlanArguments,
     SingleArguments,
 )
-from ._check.lengths import single_lengths
+from ._check.lengths import single_batch
 from ._check.names import tells_nearest
 from ._check.options import has_mask, single_key, single_options
 from ._check.outputs import Outputs, outputs_of, run_outputs
@@ -30,13 +30,12 @@ from ._check.request import Request
 from ._check.scales import Scales, folded_scales, softmax_scale
 from ._compat.engine_attributes import forwards
 from ._compat.signatures import takes
-from ._plan import pipeline
+from ._plan import prepass
 from ._plan.masks import check_rows
 from ._pod.batch import BatchPODWithPagedKVCacheWrapper
 from ._pod.joint import SIDES, Joints, PodWrapper
 from ._run.variant import SegmentRun, of_side
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
-from ._wrap.state import Planned
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -110,12 +109,11 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     @check.eager
     def _plan(self, a: DecodePlanArguments) -> None:
         decode, joints = self._decode, self._joints
-        drafted = decode._drafted(decode._as_prefill(a))
-        graphs = decode.is_cuda_graph_enabled
-        graph_drafts = joints.drafts(drafted.asked.request) if graphs else []
-        decode._install(drafted)
+        plan, copy_in = decode._drafted(decode._as_prefill(a))
+        graph_drafts = joints.drafts(plan.request) if decode.is_cuda_graph_enabled else []
+        decode._install(plan, copy_in)
         joints.forget()
-        joints.write(graph_drafts, decode._planned())
+        joints.write(graph_drafts, decode._current())
 
     def run(
         self,
@@ -221,31 +219,31 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         outputs: Outputs,
     ) -> tuple[Result, Result]:
         outputs_p = outputs_of(given)
-        planned = self._decode._planned()
-        decode_options = planned.asked.request.options
+        plan = self._decode._current()
+        decode_options = plan.request.options
         # By identity: a tensor is equal to nothing as a whole.
         if any(map(operator.is_not, repeated, _NOTHING)):
-            _check_repeated(repeated, planned, self._decode._kv_layout)
+            _check_repeated(repeated, plan.request)
         key, joint = None, None
         try:
             key = _key(given)
-            joint = self._joints.find(key, planned)
+            joint = self._joints.find(key, plan)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             pass  # no ordinary tensors, or an option without a hash: the checks say which one it is
         if joint is None:
             with of_side(SIDES[0]):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
-            joint = self._joints.make(key, request, planned)
-        batch, options = joint.prefill.lengths.batch, joint.prefill.options
+            joint = self._joints.make(key, request, plan)
+        batch, options = joint.prefill.batch, joint.prefill.options
         if given.sm_scale is None:
             scales_p = Scales(softmax_scale(None, options), 1.0)
         else:
             with of_side(SIDES[0]):
                 scales_p = Scales(softmax_scale(given.sm_scale, options), 1.0)
-        scales_d = planned.scales
+        scales_d = plan.request.scales
         if scales.given:
-            scales_d = folded_scales(planned.scales.logits, scales, decode_options)
+            scales_d = folded_scales(scales_d.logits, scales, decode_options)
         memory = None
         if has_mask(given):
             if given.packed_custom_mask is None:
@@ -268,11 +266,12 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                     f"{name} = {getattr(options, name)}: the decode side was planned with "
                     f"{getattr(decode, name)}, and both sides have the same"
                 )
-        lengths = single_lengths(q.shape[0], k.shape[0 if given.kv_layout == "NHD" else 1])
+        batch = single_batch(q.shape[0], k.shape[0 if given.kv_layout == "NHD" else 1])
+        if has_mask(given):
+            batch.use_mask()
         graph_rows = max(q.shape[0], 1) if self.is_cuda_graph_enabled else 0
-        return pipeline.make_request(
-            options, self.device, lengths, given.kv_layout, has_mask(given), graph_rows
-        )
+        options = prepass.applied_to(options)
+        return Request(options, self.device, batch, None, given.kv_layout, graph_rows=graph_rows)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
         """run() with return_lse_p=True and return_lse_d=True."""
@@ -299,12 +298,12 @@ _REPEATED: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
 _NOTHING = tuple(default for default, _ in _REPEATED.values())
 
 
-def _check_repeated(given: tuple, planned: Planned, kv_layout: str) -> None:
+def _check_repeated(given: tuple, planned: Request) -> None:
     """Raises ValueError where one of them contradicts what was planned. given: in their order."""
-    options = planned.asked.request.options
+    options = planned.options
     told = (
-        kv_layout, check.MODE_OF[options.position], planned.scales.logits, options.window_left,
-        options.rope_scale, options.rope_theta,
+        planned.kv_layout, check.MODE_OF[options.position], planned.scales.logits,
+        options.window_left, options.rope_scale, options.rope_theta,
     )  # fmt: skip
     for (name, (default, read)), value, now in zip(_REPEATED.items(), given, told, strict=True):
         if value is default:

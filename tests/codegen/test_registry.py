@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from preflash import _core
 from preflash._check.outputs import DEFAULT_OUTPUTS
+from preflash._plan import pipeline
 from preflash.testing import Case, build, runner
 
 BASE = {
@@ -509,8 +510,8 @@ def test_a_place_without_a_plan_cannot_be_launched():
     inputs = build(Case("never uploaded", (3,), (5,), 4, 2, 64))
     wrapper = runner.make_wrapper(inputs.case, backend="cpu")
     runner.plan(wrapper, inputs)
-    planned = wrapper._state.planned
-    workspace, variant = wrapper._state.workspace, planned.usual
-    placed = variant.backend.place(workspace, variant.plan, planned.asked.request)
+    workspace, request = wrapper._plan.workspace, wrapper._plan.request
+    variant = pipeline.plan(workspace, "cpu", request)
+    variant.place_in(workspace)
     with pytest.raises(RuntimeError, match="without a plan"):
-        placed.attend_to(inputs.q, (inputs.k, inputs.v), planned.scales, DEFAULT_OUTPUTS, None)
+        variant.attend_to(inputs.q, (inputs.k, inputs.v), request.scales, DEFAULT_OUTPUTS, None)

@@ -11,5 +11,5 @@ def test_numbers(case):
     buffer = runner.workspace("cpu", 256 << 20)  # a fixed split is kept whatever it takes
     wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.has_prepass
+    assert not wrapper._plan.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

@@ -55,7 +55,7 @@ def test_numbers(change):
     wrapper = runner.make_wrapper(case, backend="cpu")
     wrapper._float_workspace_buffer.fill_(0xFF)  # NaN
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.has_prepass
+    assert wrapper._plan.primary.plan.has_prepass
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()
 
@@ -65,7 +65,7 @@ def test_random_cases(case):
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", 1 << 28))
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.has_prepass
+    assert wrapper._plan.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -97,7 +97,7 @@ def test_the_workspace_is_large_enough_or_nothing_is_copied():
         buffer = runner.workspace("cpu", size)
         wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
         runner.plan(wrapper, inputs)
-        assert wrapper._state.planned.primary.plan.has_prepass is copied
+        assert wrapper._plan.primary.plan.has_prepass is copied
         assert wrapper.variant.startswith("copies+cpu_bf16_d512" if copied else "cpu_bf16_kve4m3")
         assert wrapper.variant in repr(wrapper)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
@@ -113,7 +113,7 @@ def test_workspace_size_counts_the_copies():
     for size, copied in ((needed, True), (needed - 128, False)):
         wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", size))
         runner.plan(wrapper, inputs)
-        assert wrapper._state.planned.primary.plan.has_prepass is copied
+        assert wrapper._plan.primary.plan.has_prepass is copied
 
 
 def test_factors_of_heads_are_applied_without_copies():
@@ -121,7 +121,7 @@ def test_factors_of_heads_are_applied_without_copies():
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu")
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.has_prepass
+    assert wrapper._plan.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     single = build(dataclasses.replace(case, qo_lens=(40,), kv_lens=(170,)))
     runner.compare(single, *runner.single(single, backend="cpu")).check()
@@ -138,7 +138,7 @@ def test_a_wrapper_of_cuda_graphs_copies_nothing():
         kv_indptr_buf=torch.empty(5, dtype=torch.int32), backend="cpu",
     )  # fmt: skip
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.has_prepass
+    assert not wrapper._plan.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

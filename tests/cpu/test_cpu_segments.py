@@ -10,6 +10,7 @@ from fuzz.random_cases import random_cases
 from preflash import _core
 from preflash._check.arguments import PerHead
 from preflash._check.outputs import Outputs
+from preflash._check.request import Request
 from preflash._device.workspace import Workspace
 from preflash._plan import pipeline
 from preflash._run.variant import PlannedVariant, SegmentRun, run_memory
@@ -63,23 +64,17 @@ PAIRS = [
 
 
 def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[PlannedVariant, list]:
-    """The plan of both, and what a wrapper of each was asked."""
-    asked = []
+    """The plan of both, and the request of each."""
+    requests = []
     for one in inputs:
         wrapper = runner.make_wrapper(one.case, backend="cpu")
         runner.plan(wrapper, one)
-        asked.append(wrapper._state.planned.asked)
+        requests.append(wrapper._plan.request)
     partials = torch.full((float_bytes // 4,), torch.nan).view(torch.uint8)
-    workspace = Workspace(CPU, partials)
-    return plan_segments(workspace, [one.request for one in asked]), asked
+    return pipeline.made(Workspace(CPU, partials), "cpu", *requests, names=SIDES), requests
 
 
-def plan_segments(workspace: Workspace, requests: list) -> PlannedVariant:
-    draft = pipeline.draft_segments(workspace, "cpu", requests)
-    return pipeline.plan_segments(workspace, draft, requests, SIDES)
-
-
-def poisoned_run(inputs: Inputs, asked, plan: PlannedVariant) -> SegmentRun:
+def poisoned_run(inputs: Inputs, request: Request, plan: PlannedVariant) -> SegmentRun:
     case, shape = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
     kv = inputs.cache if case.paged else (inputs.k, inputs.v)
     outputs = Outputs(
@@ -88,8 +83,8 @@ def poisoned_run(inputs: Inputs, asked, plan: PlannedVariant) -> SegmentRun:
         return_lse=True,
     )
     of_heads = PerHead(inputs.sinks, inputs.scales.q, inputs.scales.k, inputs.scales.v)
-    memory = run_memory(plan.float_workspace, asked.request.mask, of_heads)
-    return SegmentRun(inputs.q, kv, asked.scales, outputs, memory)
+    memory = run_memory(plan.float_workspace, request.mask, of_heads)
+    return SegmentRun(inputs.q, kv, request.scales, outputs, memory)
 
 
 def attend(plan: PlannedVariant, *runs: SegmentRun) -> tuple:
@@ -98,8 +93,10 @@ def attend(plan: PlannedVariant, *runs: SegmentRun) -> tuple:
 
 def check(cases: tuple[Case, Case]) -> tuple[PlannedVariant, list]:
     inputs = [build(case, seed=index) for index, case in enumerate(cases)]
-    plan, asked = planned(inputs)
-    results = attend(plan, *(poisoned_run(*one, plan) for one in zip(inputs, asked, strict=True)))
+    plan, requests = planned(inputs)
+    results = attend(
+        plan, *(poisoned_run(*one, plan) for one in zip(inputs, requests, strict=True))
+    )
     for one, (out, lse) in zip(inputs, results, strict=True):
         if one.case.batch_size > 0:
             runner.compare(one, out, lse).check()
@@ -143,13 +140,13 @@ def test_both_segments_are_split():
 def planned_alone(case: Case) -> _core.Plan:
     wrapper = runner.make_wrapper(case, backend="cpu")
     runner.plan(wrapper, build(case, seed=0))
-    return wrapper._state.planned.primary.plan
+    return wrapper._plan.primary.plan
 
 
 def pair_of_runs() -> tuple[PlannedVariant, list[SegmentRun]]:
     inputs = [build(case, seed=index) for index, case in enumerate((PREFILL, DECODE))]
-    plan, asked = planned(inputs)
-    return plan, [poisoned_run(*one, plan) for one in zip(inputs, asked, strict=True)]
+    plan, requests = planned(inputs)
+    return plan, [poisoned_run(*one, plan) for one in zip(inputs, requests, strict=True)]
 
 
 def test_outputs_may_not_lie_on_the_other_segment():
@@ -184,28 +181,29 @@ def test_a_run_brings_every_segment():
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_one_or_two_segments(count):
-    _, asked = planned([build(DECODE, seed=0)])
+    request = planned([build(DECODE, seed=0)])[1][0]
+    segments = [(request.options, request.batch, 0, 0)] * count
     with pytest.raises(ValueError, match=f"a launch has one or two segments, not {count}"):
-        plan_segments(Workspace(CPU, None), [asked[0].request] * count)
+        _core.plan(_core.Family.cpu, -1, segments, 1 << 20)
 
 
 def test_errors_name_the_segment():
-    good = planned([build(DECODE, seed=0)])[1][0].request
+    good = planned([build(DECODE, seed=0)])[1][0]
     bad = good._replace(options=good.options.replace(num_qo_heads=9))
     with pytest.raises(ValueError, match="segment 1: num_qo_heads = 9 is not a multiple of"):
-        plan_segments(Workspace(CPU, None), [good, bad])
+        pipeline.made(Workspace(CPU, None), "cpu", good, bad)
 
 
 def test_other_backends_refuse_two_segments():
     """Options without two-segment kernels are refused; the error says what would work."""
     capped = dataclasses.replace(DECODE, name="capped", soft_cap=20.0)
-    request = planned([build(capped, seed=0)])[1][0].request
-    segments = [(request.options, request.lengths.batch, 0)] * 2
+    request = planned([build(capped, seed=0)])[1][0]
+    segments = [(request.options, request.batch, 0, 0)] * 2
     for family in _core.families():
         if _core.traits_of(family).on_cpu:
             continue
         with pytest.raises(NotImplementedError) as refused:
-            _core.Plan.of_segments(family, -1, segments, 1 << 20)
+            _core.plan(family, -1, segments, 1 << 20)
         assert "logits softcap" in str(refused.value)
         assert "segments two" in str(refused.value)
         assert 'backend "cpu"' in str(refused.value)
@@ -220,7 +218,7 @@ def test_wrappers_go_on_with_their_batches():
     wrappers = [runner.make_wrapper(one.case, backend="cpu") for one in inputs]
     for wrapper, one in zip(wrappers, inputs, strict=True):
         runner.plan(wrapper, one)
-    requests = [wrapper._state.planned.asked.request for wrapper in wrappers]
-    plan_segments(Workspace(CPU, runner.workspace()), requests)
+    requests = [wrapper._plan.request for wrapper in wrappers]
+    pipeline.made(Workspace(CPU, runner.workspace()), "cpu", *requests, names=SIDES)
     for wrapper, one in zip(wrappers, inputs, strict=True):
         runner.compare(one, *runner.run(wrapper, one)).check()

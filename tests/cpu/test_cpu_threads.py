@@ -14,7 +14,7 @@ import attention_cases
 import preflash
 import pytest
 import torch
-from preflash._run import kernels
+from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
@@ -99,7 +99,7 @@ def test_a_short_call_does_not_wait_for_a_long_one():
 def test_every_call_has_its_own_number_of_threads(monkeypatch):
     """Two calls that are under way at once; neither changes the other's number."""
     both_inside = threading.Barrier(2, timeout=60)
-    original = kernels.CpuBackend.num_threads
+    original = backends.CpuBackend.num_threads
     seen = {}
 
     def num_threads():
@@ -107,7 +107,7 @@ def test_every_call_has_its_own_number_of_threads(monkeypatch):
         both_inside.wait()
         return number
 
-    monkeypatch.setattr(kernels.CpuBackend, "num_threads", staticmethod(num_threads))
+    monkeypatch.setattr(backends.CpuBackend, "num_threads", staticmethod(num_threads))
     inputs = build(CASE)
 
     def call(num_threads):

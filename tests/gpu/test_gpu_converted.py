@@ -21,7 +21,7 @@ def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer, **options)
     with prepass_policy.forced(policy):
         runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.has_prepass
+    assert not wrapper._plan.primary.plan.has_prepass
     return wrapper, inputs
 
 

@@ -50,7 +50,7 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(backend, case):
         out = torch.empty(inputs.q.shape, dtype=case.dtype, device="cuda")
         torch.cuda._sleep(200_000_000)
         wrapper.run(inputs.q, inputs.cache, out=out)
-    int_bytes = wrapper._state.planned.primary.plan.int_bytes
+    int_bytes = wrapper._plan.primary.plan.int_bytes
     del wrapper, buffer
     gc.collect()
     for stream in (first, second):

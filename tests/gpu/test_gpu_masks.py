@@ -279,7 +279,7 @@ def test_masks_need_no_room_for_copies(backend, load):
     buffer = runner.workspace("cuda", 8 << 20)
     wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert not wrapper._state.planned.primary.plan.has_prepass
+    assert not wrapper._plan.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

@@ -69,7 +69,7 @@ def with_prepass(case: Case, backend: str, size: int = 64 << 20):
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     with prepass_policy.forced("always"):
         runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.has_prepass
+    assert wrapper._plan.primary.plan.has_prepass
     return wrapper, inputs
 
 
@@ -101,7 +101,7 @@ def test_long_prefill_has_a_prepass_without_being_told(backend, what):
     buffer = runner.workspace("cuda", 128 << 20)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.has_prepass
+    assert wrapper._plan.primary.plan.has_prepass
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -141,7 +141,7 @@ def test_long_prefill_of_rotated_8_bits_keeps_the_bits_of_float16(backend, posit
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     runner.plan(wrapper, inputs)
     copied = backend == "fa2" and position is Position.NONE
-    assert wrapper._state.planned.primary.plan.has_prepass == copied
+    assert wrapper._plan.primary.plan.has_prepass == copied
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -195,7 +195,7 @@ def test_many_rotated_queries(backend, heads):
         case, backend=backend, device="cuda", buffer=runner.workspace("cuda", 64 << 20)
     )
     runner.plan(wrapper, inputs)
-    assert wrapper._state.planned.primary.plan.has_prepass
+    assert wrapper._plan.primary.plan.has_prepass
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()
     told, _ = with_prepass(case, backend)

@@ -60,9 +60,8 @@ for feature in support_table._FEATURES:
                     batch = batch.with_mask()
                     mask_bytes = batch.mask_bytes
                 for rows in (0, 4 * qo):
-                    plan = _core.plan(
-                        _core.Family.sm80, 0, options, batch, 128 << 20, rows, mask_bytes
-                    )
+                    segments = [(options, batch, rows, mask_bytes)]
+                    plan = _core.plan(_core.Family.sm80, 0, segments, 128 << 20)
                     plans.append(
                         [f"{feature.name}, {dtypes}, {dims}, {qo}", plan.id, plan.num_items]
                     )

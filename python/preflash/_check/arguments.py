@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 Scale = float | torch.Tensor | None
 KvCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -28,14 +29,18 @@ class CheckedAlone(NamedTuple):
 def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
     """A call converted to another kind: the given values, the arguments that both have, defaults
     for the rest."""
-    pair = (type(a), kind)
-    both = _in_both.get(pair)  # NOTE: torch.compile warns of functools.cache
+    key = (type(a), kind, *given)
+    both = _in_both.get(key)  # NOTE: torch.compile warns of functools.cache
     if both is None:
-        both = _in_both[pair] = tuple(name for name in pair[0].__slots__ if name in kind.__slots__)
-    return kind(**{**{name: getattr(a, name) for name in both}, **given})
+        names = [n for n in key[0].__slots__ if n in kind.__slots__ and n not in given]
+        both = _in_both[key] = (names, operator.attrgetter(*names))
+    names, values_of = both
+    # torch.compile cannot look into an attrgetter.
+    values = [getattr(a, n) for n in names] if is_dynamo_compiling() else values_of(a)
+    return kind(**dict(zip(names, values)), **given)  # noqa: B905, which takes time
 
 
-_in_both: dict[tuple[type, type], tuple[str, ...]] = {}
+_in_both: dict[tuple, tuple[list[str], Callable[[Any], tuple]]] = {}
 
 
 class GivenScales(NamedTuple):
@@ -101,6 +106,18 @@ PER_HEAD = PerHead(
     scale_k=HeadTensor("num_kv_heads", *_FACTORS, of="k"),
     scale_v=HeadTensor("num_kv_heads", *_FACTORS, of="v"),
 )
+
+
+class Items(NamedTuple):
+    """Multi-item scoring as plan() was given it; prefix_len_ptr is None without."""
+
+    prefix_len_ptr: torch.Tensor | None = None
+    token_pos_in_items_ptr: torch.Tensor | None = None
+    token_pos_in_items_len: int = 0
+    max_item_len_ptr: torch.Tensor | None = None
+
+
+NO_ITEMS = Items()
 
 
 class RunArguments(NamedTuple):

@@ -3,42 +3,18 @@ and form, and copies them to the host."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import _core
 from . import values as check
 from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
+from .request import PageList, Request
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
 _batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
-
-
-def debugging() -> bool:
-    """True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it."""
-    return os.environ.get("PREFLASH_DEBUG", "0") not in ("", "0")
-
-
-class PageList(NamedTuple):
-    """The page indices that the batch uses.
-
-    given: the caller's array, which may be longer, and may change after plan(). on_device: where
-    kernels read the indices; None: the plan's upload contains them.
-    """
-
-    given: torch.Tensor
-    on_device: torch.Tensor | None
-    largest: int | None  # None: not known without waiting for the GPU
-
-
-class Lengths(NamedTuple):
-    """Lengths of the requests of one plan(), and the pages that hold their keys."""
-
-    batch: _core.Batch
-    pages: PageList | None  # None: ragged
 
 
 def batch_lengths(
@@ -46,43 +22,46 @@ def batch_lengths(
     device: torch.device,
     indices_buf: torch.Tensor | None = None,
     uploader: _core.Uploader | None = None,
-) -> Lengths:
-    """The lengths in the arguments of plan(). The planner checks the values of indptr.
+) -> tuple[_core.Batch, PageList | None]:
+    """The lengths of the requests in the arguments of plan(), and the pages that hold their keys;
+    None if ragged. The planner checks the values of indptr.
 
     indices_buf: where plan() will put the page indices, for CUDA graphs. uploader: what will bring
     them to the device otherwise, if that is known.
     """
     if isinstance(a, RaggedPlanArguments):
-        found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None)
+        found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None, None)
         if found is not None:
-            return Lengths(found[0], None)
+            return found[0], None
         arrays = {"qo_indptr": a.qo_indptr, "kv_indptr": a.kv_indptr}
-        return Lengths(_checked_batch(arrays, 0, device), None)
-    page_size = check.integer("page_size", a.page_size, at_least=1)
-    to_upload = a.paged_kv_indices if indices_buf is None else None
+        return _checked_batch(arrays, 0, device), None
+    page_size, indices = check.integer("page_size", a.page_size, at_least=1), a.paged_kv_indices
     found = _batch_of_usual(
-        a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, to_upload, page_size, uploader
-    )
+        a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, indices, page_size, uploader,
+        indices_buf,
+    )  # fmt: skip
     batch, largest = found or (None, None)
+    if largest is True:  # on the GPU
+        return batch, PageList(indices, indices if indices_buf is None else indices_buf, None)
     if largest is not None:
-        return Lengths(batch, PageList(to_upload, None, largest))
-    is_table = isinstance(a.paged_kv_indices, torch.Tensor) and a.paged_kv_indices.dim() == 2
+        return batch, PageList(indices, indices_buf, largest)
+    is_table = isinstance(indices, torch.Tensor) and indices.dim() == 2
     if not is_table:
-        indices = check.index_array("paged_kv_indices", a.paged_kv_indices, device)
+        indices = check.index_array("paged_kv_indices", indices, device)
     if batch is None:
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
         batch = _checked_batch({name: getattr(a, name) for name in names}, page_size, device)
     if is_table:
-        return Lengths(batch, _block_table(batch, a, device, indices_buf))
-    return Lengths(batch, _attach_page_indices(batch, indices, indices_buf, uploader))
+        return batch, _block_table(batch, a, device, indices_buf)
+    return batch, _attach_page_indices(batch, indices, indices_buf, uploader)
 
 
-def single_lengths(qo_len: int, kv_len: int) -> Lengths:
+def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
     qo_len = check.integer("qo_len", qo_len, at_least=0)
     kv_len = check.integer("kv_len", kv_len, at_least=0)
     indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
     begin = check.address(indptr)
-    return Lengths(_core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0), None)
+    return _core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0)
 
 
 def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
@@ -105,7 +84,7 @@ def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) 
                 f"batch_size = {elements - 1}"
             )
         alone = not last.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
-        if alone and page_size == 1 and not debugging():
+        if alone and page_size == 1 and not _core.debugging():
             # A page of one token holds one: no wait to hear it from the GPU.
             arrays[2] = torch.ones(last.numel(), dtype=torch.int32, device="cpu")
     return batch_of(*_on_host(arrays), page_size=page_size)
@@ -202,7 +181,7 @@ def _block_table(
     stride = read.stride(0) if rows > 1 else width
     batch.use_block_table(stride)
     largest = None
-    if exact and (table.is_cpu or debugging()):
+    if exact and (table.is_cpu or _core.debugging()):
         largest = _largest_of(_owned(table, batch))
     extent = (rows - 1) * stride + width if rows > 0 else 0
     return PageList(table, read.as_strided((extent,), (1,)), largest)
@@ -228,7 +207,7 @@ def _largest_page(batch: _core.Batch, indices: torch.Tensor) -> int | None:
     """The largest of the pages in use, none of which is negative; None: not known."""
     if indices.is_cpu:
         return batch.largest_page_of(indices.data_ptr(), indices.numel())
-    if not debugging():
+    if not _core.debugging():
         return None
     return _largest_of(indices[batch.kv_begin :])  # pages before and after belong to no request
 
@@ -255,7 +234,7 @@ def upper_bounds(
     check.has_shape("seq_lens", kv_lens, (batch.num_requests,), "[batch_size]")
     check.contiguous("seq_lens", kv_lens)
     batch.use_kv_upper_bounds()
-    if debugging():
+    if _core.debugging():
         for i, keys in enumerate(kv_lens.tolist()):
             if not 0 <= keys <= batch.kv_len(i):
                 raise ValueError(
@@ -265,11 +244,9 @@ def upper_bounds(
     return kv_lens
 
 
-def check_hints(
-    a: BatchArguments, lengths: Lengths, options: _core.AttentionOptions, device: torch.device
-) -> None:
+def check_hints(a: BatchArguments, request: Request) -> None:
     """Raises ValueError if arguments that repeat the lengths contradict them."""
-    batch = lengths.batch
+    batch, device, options = request.batch, request.device, request.options
     if a.seq_lens_q is not None:
         _check_lengths("seq_lens_q", a.seq_lens_q, batch, device)
     if a.seq_lens is not None and not batch.kv_are_bounds:
@@ -288,7 +265,7 @@ def check_hints(
             )
     if isinstance(a, PagedPlanArguments):
         if a.block_tables is not None:
-            _check_block_tables(a.block_tables, lengths, device)
+            _check_block_tables(a.block_tables, request)
         return
     width = options.head_dim_vo
     if a.v_indptr is not None:
@@ -311,7 +288,7 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
         raise ValueError(
             f"{name} has {value.numel()} elements; must have batch_size = {batch.num_requests}"
         )
-    if not value.is_cpu and not debugging():
+    if not value.is_cpu and not _core.debugging():
         return
     value = value.cpu().reshape(-1).to(torch.int64).contiguous()
     queries = name == "seq_lens_q"
@@ -339,14 +316,14 @@ def _check_indptr(
         )
 
 
-def _check_block_tables(block_tables: Any, lengths: Lengths, device: torch.device) -> None:
+def _check_block_tables(block_tables: Any, request: Request) -> None:
     """Checks that block_tables [batch_size, max pages] repeats paged_kv_indices."""
-    batch, pages = lengths
+    batch, pages, device = request.batch, request.pages, request.device
     if pages.given is block_tables:
         return
     shape = (batch.num_requests, -(-batch.max_kv_len // batch.page_size))
     table = check.page_table("block_tables", block_tables, shape, device)
-    if not (table.is_cpu and pages.given.is_cpu) and not debugging():
+    if not (table.is_cpu and pages.given.is_cpu) and not _core.debugging():
         return
     if pages.given.dim() == 2:
         if not torch.equal(_owned(table, batch).cpu(), _owned(pages.given, batch).cpu()):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from .. import _core
 from . import values as check
-from .lengths import debugging
 
 _INT32_MAX = 2**31 - 1
 
 
 def may_be_read(array: torch.Tensor) -> bool:
     """True if the values are readable without a device sync, or under PREFLASH_DEBUG."""
-    return array.is_cpu or debugging()
+    return array.is_cpu or _core.debugging()
 
 
 def _first(wrong: torch.Tensor) -> int | None:

@@ -7,7 +7,20 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from .lengths import Lengths
+from .arguments import NO_ITEMS, Items
+from .scales import Scales
+
+
+class PageList(NamedTuple):
+    """The page indices that the batch uses.
+
+    given: the caller's array, which may be longer, and may change after plan(). on_device: where
+    kernels read the indices; None: the plan's upload contains them.
+    """
+
+    given: torch.Tensor
+    on_device: torch.Tensor | None
+    largest: int | None  # None: not known without waiting for the GPU
 
 
 class Request(NamedTuple):
@@ -15,9 +28,10 @@ class Request(NamedTuple):
 
     options: _core.AttentionOptions
     device: torch.device
-    lengths: Lengths
+    batch: _core.Batch  # the lengths of its requests
+    pages: PageList | None  # None: ragged
     kv_layout: str
-    mask: torch.Tensor | None  # owned and packed; None: no mask, or every run() passes its own
+    mask: torch.Tensor | None = None  # owned and packed; None: none, or every run() passes its own
     # CUDA graphs: the maximum query rows of any plan; 0: sizes are this batch's own.
     graph_rows: int = 0
     graph_mask_bytes: int = 0  # CUDA graphs: the maximum packed-mask bytes of any plan
@@ -26,26 +40,28 @@ class Request(NamedTuple):
     # [num_requests] int32: the keys of each request when a run reads it, where the batch has upper
     # bounds; None: the batch has the lengths.
     kv_lens: torch.Tensor | None = None
+    scales: Scales | None = None  # of a run() that gives none; None: every run() gives them
+    causal: bool = False  # as given; in the options it is off with a custom mask
+    logits_soft_cap: float = 0.0  # as given; in the options it is float32
+    items: Items = NO_ITEMS
+    prefill: Request | None = None  # of BatchPODWithPagedKVCacheWrapper, planned beside this one
 
     @property
     def qo_tokens(self) -> int:
         """Minimum rows of q; the q of a run may have more."""
-        batch = self.lengths.batch
-        return 0 if batch.are_bounds else batch.qo_end
+        return 0 if self.batch.are_bounds else self.batch.qo_end
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of k and v in use, for ragged K and V."""
-        batch = self.lengths.batch
-        return 0 if batch.are_bounds else batch.kv_end
+        return 0 if self.batch.are_bounds else self.batch.kv_end
 
     @property
     def page_size(self) -> int:
         """Tokens per page; 0 if ragged."""
-        return self.lengths.batch.page_size
+        return self.batch.page_size
 
     @property
     def largest_page(self) -> int | None:
         """Largest page index; None if unknown or ragged."""
-        pages = self.lengths.pages
-        return None if pages is None else pages.largest
+        return None if self.pages is None else self.pages.largest

@@ -55,7 +55,7 @@ def check_q(q: Any, request: Request) -> tuple[int, int]:
     """The strides of q [tokens, num_qo_heads, head_dim_qk]."""
     options = request.options
     check.tensor("q", q)
-    batch = request.lengths.batch
+    batch = request.batch
     if batch.exact_rows:
         check_decode_rows(q, batch.num_requests, max(batch.max_qo_len, 1))
     # Rows of a prefill after its last request are padding, which kernels neither read nor write.

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from .._check import values as check
-from .._check.lengths import Lengths
-from .._plan.masks import NO_ITEMS
+from .._check.arguments import NO_ITEMS
+from .._check.request import Request
 from .plan_module import PlanModule
 
 _REPLAN = "call plan() with what should change, or construct another wrapper"
@@ -67,7 +67,7 @@ class graph_buffer(told):  # noqa: N801, used like property
         def tell(wrapper: Any) -> Any:
             if wrapper._graph is not None:
                 return getattr(wrapper._graph.buffers, part)
-            if wrapper._state.planned is None:
+            if wrapper._plan.request is None:
                 given = wrapper._given_buffers if wrapper._awaits_buffers else {}
                 return given.get(self.name.removeprefix("_"), absent)
             if planned is not None:
@@ -86,15 +86,15 @@ class graph_buffer(told):  # noqa: N801, used like property
 def of_plan(
     path: str, before: Any = None, as_told: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], Any]:
-    """Getter for an attribute path on a wrapper's current plan (_wrap.state.Planned). Returns
+    """Getter for an attribute path on a wrapper's current plan (_wrap.plan.Plan). Returns
     `before` until the first plan(). as_told: converts the value."""
     find = operator.attrgetter(path)
 
     def tell(wrapper: Any) -> Any:
-        planned = wrapper._state.planned
-        if planned is None:
+        plan = wrapper._plan
+        if plan.request is None:
             return before
-        return find(planned) if as_told is None else as_told(find(planned))
+        return find(plan) if as_told is None else as_told(find(plan))
 
     return tell
 
@@ -126,7 +126,7 @@ def only(neutral: Any, why: str) -> property:
 def _of_items(name: str) -> property:
     """Property for an argument of multi-item scoring, as plan() got it."""
     why = ": multi-item scoring is planned by plan(prefix_len_ptr=...); leave this as it is"
-    return _settled(of_plan(f"asked.items.{name}", getattr(NO_ITEMS, name)), why)
+    return _settled(of_plan(f"request.items.{name}", getattr(NO_ITEMS, name)), why)
 
 
 def _settled(tell: Callable[[Any], Any], why: str) -> property:
@@ -174,35 +174,34 @@ def planned_array(values: list[int], device: torch.device) -> torch.Tensor:
     return host.to(device).as_subclass(PlannedValues)
 
 
-def planned_pages(lengths: Lengths, device: torch.device) -> torch.Tensor:
-    """The page indices of a batch. Those that plan() got on the GPU are the kernels' own."""
-    batch, pages = lengths
-    if pages.on_device is not None:
-        return pages.on_device
-    return planned_array(batch.page_indices, device)
+def planned_pages(request: Request) -> torch.Tensor:
+    """The page indices of a plan. Those that plan() got on the GPU are the kernels' own."""
+    if request.pages.on_device is not None:
+        return request.pages.on_device
+    return planned_array(request.batch.page_indices, request.device)
 
 
-_BATCH = "asked.request.lengths.batch"
-_OPTIONS = "asked.request.options"
+_BATCH = "request.batch"
+_OPTIONS = "request.options"
 _torch_dtype = check.TORCH_DTYPES.get
 
 
 def _mask(wrapper: Any) -> torch.Tensor | None:
     """A copy of the packed mask: the plan knows the full tiles of its own."""
-    mask = wrapper._state.planned.asked.request.mask
+    mask = wrapper._plan.request.mask
     if mask is None:
         return None
     return mask[: wrapper._batch.mask_bytes].clone().as_subclass(PlannedValues)
 
 
 def _mask_indptr(wrapper: Any) -> torch.Tensor | None:
-    if wrapper._state.planned.asked.request.mask is None:
+    if wrapper._plan.request.mask is None:
         return None
     return planned_array(wrapper._batch.mask_indptr, wrapper.device)
 
 
 class EngineAttributes:
-    """Attributes of both wrappers that engines read. The wrapper has `_state`, `_graph`,
+    """Attributes of both wrappers that engines read. The wrapper has `_plan`, `_graph`,
     `_given_buffers`, `_requested_backend` and `device`."""
 
     @property
@@ -214,13 +213,13 @@ class EngineAttributes:
 
     @told
     def _backend(self) -> str:
-        planned = self._state.planned
-        return self._requested_backend.name if planned is None else planned.primary.backend.name
+        primary = self._plan.primary
+        return self._requested_backend.name if primary is None else primary.backend.name
 
-    _causal = told(of_plan("asked.given.causal", False))
+    _causal = told(of_plan("request.causal", False))
     _window_left = told(of_plan(f"{_OPTIONS}.window_left", -1))
-    _logits_soft_cap = told(of_plan("asked.given.logits_soft_cap", 0.0))
-    _sm_scale = told(of_plan("scales.logits"))
+    _logits_soft_cap = told(of_plan("request.logits_soft_cap", 0.0))
+    _sm_scale = told(of_plan("request.scales.logits"))
 
     _pos_encoding_mode = repeated(of_plan(f"{_OPTIONS}.position", as_told=check.MODE_OF.get))
     # flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives these two to the attention
@@ -231,7 +230,7 @@ class EngineAttributes:
     _num_kv_heads = repeated(of_plan(f"{_OPTIONS}.num_kv_heads"))
     _batch_size = repeated(of_plan(f"{_BATCH}.num_requests"))
     _cached_q_data_type = repeated(
-        of_plan("asked.request", as_told=lambda r: r.q_given or _torch_dtype(r.options.q_dtype))
+        of_plan("request", as_told=lambda r: r.q_given or _torch_dtype(r.options.q_dtype))
     )
     _cached_kv_data_type = repeated(of_plan(f"{_OPTIONS}.kv_dtype", as_told=_torch_dtype))
     _cached_o_data_type = repeated(of_plan(f"{_OPTIONS}.o_dtype", as_told=_torch_dtype))
@@ -248,7 +247,7 @@ class EngineAttributes:
         value = check.flag("_use_cuda_graph", value)
         if value == self._use_cuda_graph:
             return
-        if self._graph is not None or self._state.planned is not None:
+        if self._graph is not None or self._plan.request is not None:
             raise AttributeError(
                 f"{type(self).__name__}._use_cuda_graph = {value} after plan(): set it and the "
                 "buffers before the first plan(), or construct another wrapper"
@@ -265,7 +264,7 @@ class EngineAttributes:
     def _max_total_num_rows(self) -> int | None:
         """Maximum query rows of any plan, set by the first one; None: no limit, as always without
         CUDA graphs."""
-        return self._state.graph_rows or None
+        return self._plan.graph_rows or None
 
     # NOTE: engines put sinks here for run() to find; they must not be lost.
     _sinks = _settled(lambda self: None, "._sinks: run() does not look there; give it sinks=")
@@ -277,7 +276,7 @@ class EngineAttributes:
     _max_item_len_ptr = _of_items("max_item_len_ptr")
     _block_tables = only(None, "block tables are plan()'s to check, and not used")
 
-    _float_workspace_buffer = told(operator.attrgetter("_state.workspace.float_buffer.tensor"))
+    _float_workspace_buffer = told(operator.attrgetter("_plan.workspace.float_buffer.tensor"))
     # The work list, which plan() allocates.
     _int_workspace_buffer = told(of_plan("primary.int_buffer.tensor"))
     # The staging memory is not a tensor.
@@ -296,7 +295,7 @@ class PagedEngineAttributes(EngineAttributes):
     _paged_kv_indptr_buf = graph_buffer("kv_indptr")
     _paged_kv_indices_buf = graph_buffer(
         "indices",
-        lambda wrapper: planned_pages(wrapper._state.planned.asked.request.lengths, wrapper.device),
+        lambda wrapper: planned_pages(wrapper._plan.request),
     )
     _paged_kv_last_page_len_buf = graph_buffer("last_page_len")
 

@@ -28,7 +28,7 @@ class PlanModule:
         """
         wrapper = self._wrapper
         graph = wrapper._graph
-        if graph is None or graph.buffers.indices is None or wrapper._state.planned is None:
+        if graph is None or graph.buffers.indices is None or wrapper._plan.request is None:
             raise NotImplementedError(
                 "_cached_module.plan() is served after a first plan() of a paged wrapper with "
                 "use_cuda_graph=True alone; call the wrapper's plan()"
@@ -58,12 +58,12 @@ class PlanModule:
         *more: int,
     ) -> _core.Plan:
         wrapper = self._wrapper
-        planned, buffers = wrapper._state.planned, wrapper._graph.buffers
-        if planned.asked.items.prefix_len_ptr is not None:
+        request, buffers = wrapper._plan.request, wrapper._graph.buffers
+        if request.items.prefix_len_ptr is not None:
             raise NotImplementedError(
                 "_cached_module.plan() does not write the mask of multi-item scoring; call plan()"
             )
-        options = planned.asked.request.options
+        options = request.options
         same = (options.num_qo_heads, options.num_kv_heads, wrapper._batch.page_size)
         if (num_qo_heads, num_kv_heads, page_size) != same:
             raise ValueError(
@@ -86,9 +86,9 @@ class PlanModule:
             packed_custom_mask=buffers.mask if masked else None,
             causal=causal,
             pos_encoding_mode=check.MODE_OF[options.position],
-            sm_scale=planned.scales.logits,
+            sm_scale=request.scales.logits,
             window_left=window_left,
-            logits_soft_cap=planned.asked.given.logits_soft_cap,
+            logits_soft_cap=request.logits_soft_cap,
             rope_scale=options.rope_scale,
             rope_theta=options.rope_theta,
             q_data_type=wrapper._cached_q_data_type,

@@ -1,27 +1,24 @@
-"""Backends, each a family of kernels: which one serves a device and options."""
+"""Backends, each a family of kernels: which one serves a device and options, and its plans."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from .. import _core
 from .._check import values as check
+from .._check.request import Request
+from .stream import ordinal_of
 
-
-class Backend(Protocol):
-    """The kernels of one family, which plan batches, place plans and run: _run.kernels."""
-
-    name: str
-    num_threads: Callable[[], int] | None
-    launched_by: Callable[[Callable[[], bool]], bool] | None
-    supports: Callable[[torch.device, _core.AttentionOptions], str | None]
-    plan: Callable[..., _core.Plan]
-    place: Callable[..., Any]  # a _run.variant.PlannedVariant
+NAMES = ("auto", *(_core.traits_of(family).backend for family in _core.families()))
+CUDNN = "cudnn"  # cuDNN's forms of arguments, and otherwise "auto"
+OVERRIDE = "PREFLASH_BACKEND"
+# Names that engines write into their code, of kernels of other packages.
+FOREIGN = ("cute-dsl", "cutlass", "trtllm-gen", "xqa")
 
 
 @functools.cache  # plan() asks more than once, and the facts of a device come as a dict
@@ -32,17 +29,94 @@ def compute_capability(device: torch.device) -> int:
     return _core.device_facts(device.index)["compute_capability"]
 
 
-_EXPLICIT: dict[str, Backend] = {}
-NAMES = ("auto", *(_core.traits_of(family).backend for family in _core.families()))
-CUDNN = "cudnn"  # cuDNN's forms of arguments, and otherwise "auto"
-OVERRIDE = "PREFLASH_BACKEND"
-# Names that engines write into their code, of kernels of other packages.
-FOREIGN = ("cute-dsl", "cutlass", "trtllm-gen", "xqa")
+class Backend:
+    """The kernels of one family."""
+
+    num_threads: Callable[[], int] | None = None  # asked for every launch; None: not on the CPU
+    # For tests that record launches: called with the function that starts a launch, in its place.
+    # Returns, as that function does, whether a CUDA graph captured the launch.
+    launched_by: Callable[[Callable[[], bool]], bool] | None = None
+
+    refusal: Callable[[torch.device], str | None]  # why it cannot compute on a device at all
+
+    def __init__(self, family: _core.Family) -> None:
+        self._family = family
+        self._traits = _core.traits_of(family)
+        self.name: str = self._traits.backend
+
+    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
+        """Reason why the kernels cannot serve the options on this device; None if they can."""
+        return self.refusal(device) or _core.find_error(self._family, options)
+
+    def separates(self, prefill: Request, decode: Request) -> str | None:
+        """Reason why the kernels cannot run both in one launch; None if they can."""
+        refusal = self.refusal(decode.device)
+        return refusal or _core.find_joint_error(self._family, prefill.options, decode.options)
+
+    def faster_apart(self, prefill: Request, decode: Request) -> bool:
+        """True if one launch for both is expected to take more time than two."""
+        return _core.faster_apart(
+            self._family, prefill.options, prefill.batch, decode.options, decode.batch
+        )
+
+    def plan(self, float_bytes: int, *requests: Request) -> _core.Plan:
+        """The plan of one launch for one request, or for two. Raises everything that a public
+        plan() raises once its arguments are checked."""
+        device = requests[0].device
+        refusal = self.refusal(device)
+        if refusal is not None:
+            # A build without the kernels of one architecture says so on every GPU.
+            if self._traits.one_architecture and device.type == "cuda":
+                missing = _core.find_error(self._family, requests[0].options)
+                if missing is not None:
+                    raise NotImplementedError(f"backend={self.name!r}: {missing}")
+            raise ValueError(refusal + from_environment(self.name))
+        segments = [(r.options, r.batch, r.graph_rows, r.graph_mask_bytes) for r in requests]
+        return _core.plan(self._family, ordinal_of(device), segments, float_bytes)
+
+    def __repr__(self) -> str:
+        return f"<preflash backend {self.name!r}>"
 
 
-def register(backend: Backend) -> None:
-    """Makes a backend the one of its name, which the traits of a family of kernels tell."""
-    _EXPLICIT[backend.name] = backend
+class CpuBackend(Backend):
+    num_threads = staticmethod(torch.get_num_threads)
+
+    @functools.cache  # noqa: B019, backends live as long as the process
+    def refusal(self, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return (
+                f"backend='cpu' computes on CPU tensors, and the tensors of this call are on "
+                f"{device}: pass backend='auto', or CPU tensors"
+            )
+        try:
+            _core.cpu_isa()
+        except ValueError as error:  # PREFLASH_CPU_ISA, which is read once
+            return str(error)
+        return None
+
+
+class CudaBackend(Backend):
+    @functools.cache  # noqa: B019
+    def refusal(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return (
+                f"backend={self.name!r} computes on CUDA tensors, and the tensors of this call are "
+                f"on {device}: pass backend='auto' or 'cpu', or CUDA tensors"
+            )
+        capability = compute_capability(device)
+        if not self._traits.runs_on(capability):
+            return (
+                f"backend={self.name!r} does not run on {device}, which has compute capability "
+                f"{capability}: use backend='auto'"
+            )
+        return None
+
+
+_OF_FAMILY: dict[_core.Family, Backend] = {
+    family: (CpuBackend if _core.traits_of(family).on_cpu else CudaBackend)(family)
+    for family in _core.families()
+}
+_EXPLICIT = {backend.name: backend for backend in _OF_FAMILY.values()}
 
 
 class Requested(NamedTuple):
@@ -110,7 +184,7 @@ def _preferred(device: torch.device) -> tuple[Backend, ...]:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"no backend computes on {device}; use CPU or CUDA tensors")
     families = _core.families_for(compute_capability(device))
-    return tuple(_EXPLICIT[_core.traits_of(family).backend] for family in families)
+    return tuple(_OF_FAMILY[family] for family in families)
 
 
 def choose(name: str, device: torch.device, *options: _core.AttentionOptions) -> Backend:

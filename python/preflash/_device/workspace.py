@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,10 @@ from .._check import values as check
 from .._check.tensors import reaches_into
 from .buffers import Buffer
 from .stream import DeviceStream
+
+if TYPE_CHECKING:
+    from .._check.request import Request
+    from .backends import Backend
 
 
 def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
@@ -48,6 +52,7 @@ def check_levels_apart(name: str, buffers: Sequence[torch.Tensor]) -> None:
 
 
 _SMALLEST_INT_BUFFER = 64 * 1024
+_BUFFERS_KEPT = 8
 
 
 class Workspace:
@@ -72,18 +77,38 @@ class Workspace:
         self._given = None if int_buffer is None else Buffer(int_buffer)
         # Memory of a replaced plan, and a weak reference to the variant that may still run it.
         self._spare: deque[tuple[Buffer, Callable[[], object | None]]] = deque(maxlen=1)
+        self._lent: dict[tuple[int, int], Buffer] = {}
         # None before the first plan: there may be no kernel library.
         self.known_uploader: _core.Uploader | None = None
-        self._known: tuple[Any, _core.KnownTensors | None] = (None, None)
+        self._settings: tuple[Any, _core.RunSettings | None] = (None, None)
 
-    def known_tensors(self, alike: Any) -> _core.KnownTensors:
-        """Tensors that runs of earlier plans have checked. alike: what those plans have in common;
-        all but their lengths."""
-        before, known = self._known
+    def run_settings(
+        self, backend: Backend, requests: Sequence[Request], functions: _core.RunFunctions
+    ) -> _core.RunSettings:
+        """What runs have in common with those of the last plan, if that is equal but for its
+        lengths: tensors that have passed the checks."""
+        alike = [backend]
+        for request in requests:
+            alike += (request.options, request.kv_layout, request.batch.page_size, request.q_given)
+        before, settings = self._settings
         if before != alike:
-            known = _core.KnownTensors()
-            self._known = (alike, known)
-        return known
+            float_workspace = self.float_buffer and self.float_buffer.tensor
+            settings = _core.RunSettings(
+                functions, float_workspace, backend.num_threads, backend.launched_by
+            )
+            self._settings = (alike, settings)
+        return settings
+
+    def buffer_of(self, tensor: torch.Tensor) -> Buffer:
+        """The buffer of a tensor that one plan after the other uses: it knows the streams of runs
+        of all of them."""
+        key = (id(tensor), tensor.data_ptr())
+        found = self._lent.get(key)
+        if found is None:
+            if len(self._lent) >= _BUFFERS_KEPT:
+                self._lent.clear()
+            found = self._lent[key] = Buffer(tensor)
+        return found
 
     @property
     def float_bytes(self) -> int:

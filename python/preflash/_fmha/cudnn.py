@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import pad
 
+from .. import _core
 from .._check import values as check
 from .._check.arguments import GivenScales
-from .._check.lengths import debugging
 from .._check.scales import folded_scales
 from .._check.tensors import refuse_shared
 from .._device import backends
@@ -143,7 +143,7 @@ def _lengths(a: SimpleNamespace, name: str, offsets: str, bound: str) -> torch.T
             only = f"if {offsets} holds batch_size + 1 tokens (batch_offsets_units='tokens')"
             raise ValueError(f"{name} is missing; it may be left out only {only}")
         value = getattr(a, offsets).diff()
-    for request, length in enumerate(value.tolist() if a.on_host or debugging() else []):
+    for request, length in enumerate(value.tolist() if a.on_host or _core.debugging() else []):
         if not 0 <= length <= longest:
             raise ValueError(f"{name}[{request}] = {length}: must be in [0, {bound} = {longest}]")
     return value
@@ -186,7 +186,7 @@ def _starts(
         wanted = f"batch_size + 1 = {size + 1} (or batch_size)"
         raise ValueError(f"{name} has {len(value)} elements; must have {wanted}")
     width = 1 if in_tokens else max(width, 1)
-    if a.on_host or debugging():
+    if a.on_host or _core.debugging():
         _check_starts(name, value.tolist(), lens.tolist(), width, tokens)
     return (value // width)[:size]
 

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import _core
 from .._check import values as check
-from .._check.lengths import Lengths, PageList, batch_of, debugging
+from .._check.lengths import batch_of
 from .._check.pages import may_be_read
+from .._check.request import PageList
 from .._device.stream import sent
 from .._plan.pages import listed
 from .arguments import FmhaCall, Operands
@@ -64,7 +66,7 @@ def checked(call: FmhaCall) -> FmhaLengths:
             f"block_tables is given with input_layout={a.input_layout!r}, which has no pages"
         )
     seen = all(array is None or array.is_cpu for array in arrays)
-    if seen or debugging():
+    if seen or _core.debugging():
         _check_values(lengths, call)
     if paged:  # callers round max_kv_len up, or give the longest that their model has
         room = lengths.pages.shape[1] * lengths.page_size
@@ -109,7 +111,7 @@ def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -
         )
     block_tables = check.tensor("block_tables", block_tables)
     of_k, of_v = block_tables.unbind(1)
-    if (block_tables.is_cpu and kv_lens.is_cpu) or debugging():
+    if (block_tables.is_cpu and kv_lens.is_cpu) or _core.debugging():
         first_keys = torch.arange(of_k.shape[1], device="cpu") * operands.page_size
         used = first_keys < kv_lens.cpu()[:, None]
         wrong = of_v.cpu() != of_k.cpu() + apart // page_bytes
@@ -188,19 +190,19 @@ def brought_to_host(lengths: FmhaLengths) -> FmhaLengths:
     return lengths._replace(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_lens=kv_lens)
 
 
-def exact(lengths: FmhaLengths) -> Lengths:
+def exact(lengths: FmhaLengths) -> tuple[_core.Batch, PageList | None]:
     """Lengths for a plan of lengths on the host; page indices stay on the page table's device."""
     if lengths.pages is None:
-        return Lengths(batch_of(lengths.qo_indptr, lengths.kv_indptr, page_size=0), None)
+        return batch_of(lengths.qo_indptr, lengths.kv_indptr, page_size=0), None
     indptr, indices, last_page_len = listed(lengths.pages, lengths.kv_lens, lengths.page_size)
     batch = batch_of(lengths.qo_indptr, indptr, last_page_len, page_size=lengths.page_size)
     if not indices.is_cpu:
-        return Lengths(batch, PageList(indices, on_device=indices, largest=None))
+        return batch, PageList(indices, on_device=indices, largest=None)
     largest = batch.set_page_indices(indices.data_ptr(), indices.numel())
-    return Lengths(batch, PageList(indices, None, largest))
+    return batch, PageList(indices, None, largest)
 
 
-def bounds(lengths: FmhaLengths, operands: Operands) -> Lengths:
+def bounds(lengths: FmhaLengths, operands: Operands) -> tuple[_core.Batch, PageList | None]:
     """Upper bounds for a plan of lengths on the GPU: every request has the maximum length. Each run
     copies the page indices into a table of the plan's."""
     paged = lengths.pages is not None
@@ -221,4 +223,4 @@ def bounds(lengths: FmhaLengths, operands: Operands) -> Lengths:
         in_last = lengths.max_kv_len - (units - 1) * lengths.page_size if units > 0 else 1
         last = torch.full((lengths.batch_size,), in_last, dtype=torch.int32, device="cpu")
     batch = batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)
-    return Lengths(batch, page_list)
+    return batch, page_list

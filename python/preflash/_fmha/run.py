@@ -8,10 +8,11 @@ import threading
 
 import torch
 
+from .. import _core
 from .._check import values as check
 from .._check.arguments import Result
-from .._check.lengths import Lengths
 from .._check.outputs import Outputs
+from .._check.request import PageList, Request
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
@@ -83,22 +84,23 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
         )
     workspace = _cache.workspace(device_stream.device)
     workspace.float_bytes = call.given.workspace_buffer.nbytes
-    variant = _planned(call, fmha_lengths.exact(lengths), workspace)
+    variant = _planned(call, *fmha_lengths.exact(lengths), workspace)
     result = _attend(call, lengths, variant)
     workspace.give_back(variant.int_buffer, variant)
     return result
 
 
-def _planned(call: FmhaCall, lengths: Lengths, workspace: Workspace) -> PlannedVariant:
-    device_stream, draft_mask = workspace.device_stream, call.given.draft_mask
-    request = pipeline.make_request(
-        call.options, device_stream.device, lengths, call.operands.kv_layout,
-        masked=draft_mask is not None,
-    )  # fmt: skip
+def _planned(
+    call: FmhaCall, batch: _core.Batch, pages: PageList | None, workspace: Workspace
+) -> PlannedVariant:
+    device_stream, draft_mask, mask = workspace.device_stream, call.given.draft_mask, None
+    device = device_stream.device
     if draft_mask is not None:
-        dense = masks.of_drafts(draft_mask, lengths.batch, device_stream.device)
-        mask = masks.owned_mask(dense, False, lengths.batch, device_stream)
-        request = request._replace(mask=mask)
+        batch.use_mask()
+        dense = masks.of_drafts(draft_mask, batch, device)
+        mask = masks.owned_mask(dense, False, batch, device_stream)
+    options = prepass.applied_to(call.options)
+    request = Request(options, device, batch, pages, call.operands.kv_layout, mask)
     return pipeline.made(workspace, call.backend, request)
 
 
@@ -117,9 +119,9 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     variant = _cache.plans.pop(key, None)
     if variant is None:
         pipeline.refuse_capture(device_stream)
-        bounds = fmha_lengths.bounds(lengths, operands)
+        batch, pages = fmha_lengths.bounds(lengths, operands)
         workspace = _cache.workspace(device_stream.device)
-        variant = _planned(call._replace(options=options), bounds, workspace)
+        variant = _planned(call._replace(options=options), batch, pages, workspace)
     _cache.plans[key] = variant
     if len(_cache.plans) > _PLANS_KEPT:
         del _cache.plans[next(iter(_cache.plans))]
@@ -127,7 +129,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     if lengths.pages is None:
         extent, kv_begin = operands.kv_extent, lengths.kv_indptr.data_ptr()
     else:
-        variant.request.lengths.pages.given.copy_(lengths.pages, non_blocking=True)
+        variant.request.pages.given.copy_(lengths.pages, non_blocking=True)
         pages_each = lengths.pages_each
         extent = pages_each * operands.page_size
     variant.place.set_lengths(
@@ -152,7 +154,7 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     outputs = Outputs(None if converts else out, lse, call.return_lse)
     if call.stats_scale is not None:
         stats = torch.empty((*q.shape[:2], 2), dtype=torch.float32, device=q.device)
-        if variant.request.lengths.batch.may_leave_rows(q.shape[0]):
+        if variant.request.batch.may_leave_rows(q.shape[0]):
             stats[..., 0].fill_(-torch.inf)  # the maximum of no key
             stats[..., 1].zero_()
         outputs = outputs._replace(lse=stats, lse_layout="STATS", lse_base=call.stats_scale)

@@ -11,6 +11,7 @@ import torch
 
 from .. import _core
 from .._check import values as check
+from .._check.arguments import Items
 from .._device.stream import DeviceStream, sent
 
 # Kernels read the bits of a row in words of 8 bytes; bytes after the last request are zero.
@@ -149,18 +150,6 @@ def pack_segments(
 
 
 # Multi-item scoring.
-
-
-class Items(NamedTuple):
-    """Multi-item scoring as plan() was given it; prefix_len_ptr is None without."""
-
-    prefix_len_ptr: torch.Tensor | None = None
-    token_pos_in_items_ptr: torch.Tensor | None = None
-    token_pos_in_items_len: int = 0
-    max_item_len_ptr: torch.Tensor | None = None
-
-
-NO_ITEMS = Items()
 
 
 def items_of(a: Any) -> Items:

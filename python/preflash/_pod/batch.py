@@ -11,9 +11,9 @@ from .. import _core
 from .._check import values as check
 from .._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from .._check.calls import BatchPodPlanArguments, PagedPlanArguments
-from .._check.lengths import Lengths
 from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
+from .._check.request import Request
 from .._check.scales import folded_scales
 from .._compat.engine_attributes import forwards, only, planned_array, planned_pages, told
 from .._compat.signatures import takes
@@ -21,26 +21,18 @@ from .._device import backends
 from .._run.variant import SegmentRun, of_side
 from .._wrap.decode import data_types
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from .._wrap.state import Asked, Planned
+from .._wrap.plan import Plan
 from .joint import SIDES, Joint, Joints, PodWrapper
 
 
-def _prefill_array(tell: Callable[[Lengths, torch.device], torch.Tensor]) -> told:
+def _prefill_array(tell: Callable[[Request], torch.Tensor]) -> told:
     """Read-only attribute: an array that plan() got for the prefills; None before plan()."""
 
     def find(wrapper: Any) -> torch.Tensor | None:
-        if wrapper._decode._state.planned is None:
-            return None
-        return tell(wrapper._decode._planned().asked.prefill.request.lengths, wrapper.device)
+        request = wrapper._decode._plan.request
+        return None if request is None else tell(request.prefill)
 
     return told(find)
-
-
-class _BothAsked(Asked):
-    """Decode side's Asked, which holds the prefill side's: the decode side's plan changes in one
-    step, so that run() finds both sides of one plan() after any interrupt."""
-
-    prefill: Asked  # without causal and mask, which are arguments of run()
 
 
 @forwards(
@@ -83,11 +75,11 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     _use_cuda_graph = only(False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper")
     _pin_memory_int_workspace_buffer_p = None
     _pin_memory_int_workspace_buffer_d = None
-    _qo_indptr_buf_p = _prefill_array(lambda of, on: planned_array(of.batch.qo_indptr, on))
-    _kv_indptr_buf_p = _prefill_array(lambda of, on: planned_array(of.batch.kv_indptr, on))
+    _qo_indptr_buf_p = _prefill_array(lambda of: planned_array(of.batch.qo_indptr, of.device))
+    _kv_indptr_buf_p = _prefill_array(lambda of: planned_array(of.batch.kv_indptr, of.device))
     _kv_indices_buf_p = _prefill_array(planned_pages)
     _kv_last_page_len_buf_p = _prefill_array(
-        lambda of, on: planned_array(of.batch.last_page_len, on)
+        lambda of: planned_array(of.batch.last_page_len, of.device)
     )
 
     @takes(BatchPodPlanArguments)
@@ -126,12 +118,12 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     @check.eager
     def _plan(self, prefill: PagedPlanArguments, decode: PagedPlanArguments) -> None:
         with of_side(SIDES[0]):
-            drafted_p = self._prefill._drafted(prefill)
+            plan_p, _ = self._prefill._drafted(prefill)
         with of_side(SIDES[1]):
-            drafted_d = self._decode._drafted(decode)
-        asked = _BothAsked(*drafted_d.asked)
-        asked.prefill = drafted_p.asked
-        self._decode._install(drafted_d._replace(asked=asked))
+            plan_d, _ = self._decode._drafted(decode)
+        # In one step, so that run() finds both sides of one plan() after any interrupt.
+        both = plan_d.request._replace(prefill=plan_p.request)
+        self._decode._install(plan_d._replace(request=both))
         self._joints.forget()
 
     def run(
@@ -179,13 +171,13 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
         causal = check.flag("causal_p", causal_p)
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
-        planned, joint = self._joint(causal, masked)
-        scales_d = planned.scales
+        plan, joint = self._joint(causal, masked)
+        scales_d = plan.request.scales
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
             scales_d = folded_scales(scales_d.logits, given, joint.decode_options)
         memory = self._memory(custom_mask_p, packed_custom_mask_p, joint) if masked else None
-        scales_p = planned.asked.prefill.scales
+        scales_p = plan.request.prefill.scales
         prefill = SegmentRun(q_p, paged_kv_cache_p, scales_p, outputs_p, memory)
         decode = SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d)
         return self._joints.run((causal, masked), joint, prefill, decode)
@@ -193,12 +185,12 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
     forward = run
 
     @check.eager
-    def _joint(self, causal: bool, masked: bool) -> tuple[Planned, Joint]:
-        planned = self._decode._planned()
+    def _joint(self, causal: bool, masked: bool) -> tuple[Plan, Joint]:
+        plan = self._decode._current()
         key = (causal, masked)
-        joint = self._joints.find(key, planned)
+        joint = self._joints.find(key, plan)
         if joint is None:
-            request = planned.asked.prefill.request
+            request = plan.request.prefill
             if masked and request.kv_lens is not None:
                 raise NotImplementedError(
                     "custom_mask_p with lengths_are_upper_bounds=True in plan(): the rows of a "
@@ -208,11 +200,10 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
                 causal=causal and not masked,
                 mask=_core.Mask.custom if masked else _core.Mask.bounds,
             )
-            batch, pages = request.lengths
-            lengths = Lengths(batch.with_mask() if masked else batch, pages)
-            request = request._replace(options=options, lengths=lengths)
-            joint = self._joints.make(key, request, planned)
-        return planned, joint
+            batch = request.batch.with_mask() if masked else request.batch
+            request = request._replace(options=options, batch=batch)
+            joint = self._joints.make(key, request, plan)
+        return plan, joint
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
         """run() with return_lse=True."""

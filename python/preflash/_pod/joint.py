@@ -13,7 +13,6 @@ import torch
 from .. import _core
 from .._check import values as check
 from .._check.arguments import Result
-from .._check.lengths import debugging
 from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
 from .._compat.engine_attributes import forwards
@@ -24,7 +23,7 @@ from .._plan import masks, pipeline
 from .._run.variant import PlannedVariant, SegmentRun, of_side
 from .._wrap.graph import check_captured
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from .._wrap.state import Planned
+from .._wrap.plan import Plan
 
 SIDES = ("prefill side", "decode side")
 _JOINTS_KEPT = 64
@@ -103,7 +102,7 @@ class InSequence:
 class Joint(NamedTuple):
     """Plan of one kind of prefill together with the planned decode batch."""
 
-    of: Planned | None  # the decode side; None: a plan with other options came since
+    of: Plan | None  # the decode side's; None: a plan with other options came since
     prefill: Request
     decode_options: _core.AttentionOptions
     workspace: Workspace
@@ -121,14 +120,14 @@ class Joints:
         self._replaced: list[Joint] = []  # captured too, under keys that have a newer plan
         self.last: Joint | None = None
 
-    def find(self, key: Hashable, decode: Planned) -> Joint | None:
+    def find(self, key: Hashable, decode: Plan) -> Joint | None:
         found = self._kept.get(key)
         return found if found is not None and found.of is decode else None
 
-    def make(self, key: Hashable, prefill: Request, decode: Planned) -> Joint:
+    def make(self, key: Hashable, prefill: Request, decode: Plan) -> Joint:
         """Plans both sides. Raises all that a plan() raises once its arguments are checked."""
         check.not_traced()
-        workspace = self._decode._state.workspace
+        workspace = decode.workspace
         if workspace.device_stream.is_capturing():
             raise RuntimeError(
                 "this run() needs a plan, which cannot be made while its stream is being captured "
@@ -137,7 +136,7 @@ class Joints:
             )
         workspace = workspace.beside()
         launch = self._launch(prefill, decode, workspace)
-        joint = Joint(decode, prefill, decode.asked.request.options, workspace, launch)
+        joint = Joint(decode, prefill, decode.request.options, workspace, launch)
         self._kept[key] = joint
         self._kept.move_to_end(key)
         if len(self._kept) > _JOINTS_KEPT:
@@ -148,8 +147,8 @@ class Joints:
         self, key: Hashable, joint: Joint, prefill: SegmentRun, decode: SegmentRun
     ) -> tuple[Result, ...]:
         graph = self._decode._graph
-        if graph is not None and debugging():
-            graph.check_buffers(self._decode._planned().asked.request.lengths.batch)
+        if graph is not None and _core.debugging():
+            graph.check_buffers(self._decode._current().request.batch)
         was_shared = joint.launch.shared
         results = joint.launch.attend_to(*prefill, *decode)
         if joint.launch.shared and not was_shared:
@@ -165,7 +164,7 @@ class Joints:
         """A new plan() makes the work lists of the last one useless, except those of graphs."""
         kept, self._kept = self._kept, OrderedDict()
         self.last = None
-        workspace = self._decode._state.workspace
+        workspace = self._decode._plan.workspace
         for joint in kept.values():
             if isinstance(joint.launch, PlannedVariant) and not joint.launch.shared:
                 workspace.give_back(joint.launch.place.buffer, joint.launch)
@@ -178,51 +177,43 @@ class Joints:
             if isinstance(joint.launch, PlannedVariant):
                 yield key, joint
 
-    def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, pipeline.Draft]]:
+    def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, PlannedVariant]]:
         """The plans of everything captured, for another decode batch. Changes nothing; what the
         current stream does from now on comes after the runs of other streams."""
         joined, found = list(self.joined()), []
         if joined:
             self._decode._graph.check_kv_lens(decode.kv_lens)
         for _, joint in joined:
-            check_captured(joint.launch.place, 1, decode.lengths)
+            check_captured(joint.launch.place, 1, decode)
         for key, joint in joined:
             sides, backend = _both_sides(joint, decode), joint.launch.backend
-            found.append((key, joint, pipeline.draft_segments(joint.workspace, backend, sides)))
+            found.append((key, joint, pipeline.plan(joint.workspace, backend, *sides)))
         for _, joint in joined:
             order_behind_users(joint.launch.buffers, joint.launch.device_stream)
         return found
 
-    def write(self, drafts: list[tuple[Hashable, Joint, pipeline.Draft]], planned: Planned) -> None:
-        decode = planned.asked.request
-        for key, joint, draft in drafts:
-            sides, where = _both_sides(joint, decode), joint.launch.place
-            launch = pipeline.plan_segments(joint.workspace, draft, sides, SIDES, where)
-            as_planned = joint.decode_options == decode.options
-            joint = joint._replace(of=planned if as_planned else None, launch=launch)
+    def write(self, drafts: list[tuple[Hashable, Joint, PlannedVariant]], decode: Plan) -> None:
+        for key, joint, launch in drafts:
+            launch.place_in(joint.workspace, SIDES, joint.launch.place)
+            pipeline.upload(joint.workspace, (launch,))
+            as_planned = joint.decode_options == decode.request.options
+            joint = joint._replace(of=decode if as_planned else None, launch=launch)
             self._captured[key, joint.decode_options] = joint
             if as_planned:
                 self._kept[key] = joint
 
     def _launch(
-        self, prefill: Request, planned: Planned, workspace: Workspace
+        self, prefill: Request, decode: Plan, workspace: Workspace
     ) -> PlannedVariant | InSequence:
         """The one place that decides whether both sides are one launch."""
-        sides = [prefill, planned.asked.request]
-        name, device = self._decode._requested_backend.name, workspace.device_stream.device
-        apart = _forced_apart or any(side.lengths.batch.max_qo_len == 0 for side in sides)
-        options = [side.options for side in sides]
-        backend = backends.choose(name, device, *options)
-        if (
-            not apart
-            and backend.separates(device, *options) is None
-            and not backend.faster_apart(*((side.options, side.lengths.batch) for side in sides))
-        ):
-            draft = pipeline.draft_segments(workspace, backend, sides)
-            return pipeline.plan_segments(workspace, draft, sides, SIDES)
+        sides, name = (prefill, decode.request), self._decode._requested_backend.name
+        apart = _forced_apart or any(side.batch.max_qo_len == 0 for side in sides)
+        backend = backends.choose(name, prefill.device, *(side.options for side in sides))
+        if not apart and backend.separates(*sides) is None and not backend.faster_apart(*sides):
+            return pipeline.made(workspace, backend, *sides, names=SIDES)
         with of_side(SIDES[0]):
             variant = pipeline.made(workspace, name, prefill._replace(graph_rows=0))
-        return InSequence(variant, planned.primary)
+        return InSequence(variant, decode.primary)
 
 
 def _both_sides(joint: Joint, decode: Request) -> list[Request]:
@@ -298,7 +289,7 @@ class PodWrapper:
     def __repr__(self) -> str:
         name, decode = type(self).__name__, self._decode
         where = f"kv_layout={decode._kv_layout!r}, device='{self.device}'"
-        if decode._state.planned is None:
+        if decode._plan.request is None:
             return f"{name}(backend={decode._requested_backend!r}, {where}, not planned)"
         last = self._joints.last
         launches = "no run yet" if last is None else f"launches={last.launch.launches}"
@@ -311,8 +302,8 @@ class PodWrapper:
         self, dense: torch.Tensor | None, packed: torch.Tensor | None, joint: Joint
     ) -> _core.RunMemory:
         """Run memory of the prefill side, with the mask of one run, checked and packed."""
-        device_stream = self._decode._state.workspace.device_stream
-        batch, given_packed = joint.prefill.lengths.batch, packed is not None
+        device_stream = self._decode._plan.workspace.device_stream
+        batch, given_packed = joint.prefill.batch, packed is not None
         with of_side(SIDES[0]):
             mask = masks.check_mask(dense, packed, batch)
             masks.check_mask_device(mask, self.device)

@@ -18,7 +18,7 @@ from .._check.request import Request
 from .._check.scales import Scales
 from .._device.backends import Backend
 from .._device.buffers import Buffer
-from .._device.stream import DeviceStream
+from .._device.stream import DeviceStream, sent
 from .._device.workspace import Workspace
 
 _NO_HEADS = PerHead()
@@ -37,101 +37,70 @@ class SegmentRun(NamedTuple):
 
 class PlannedVariant:
     """One batch, or two in one launch, each a segment with its own tensors, page table, mask and
-    options. Placed and uploaded by _plan.pipeline; run any number of times, for any layer."""
+    options: the kernel, the work list and, once placed and uploaded (_plan.pipeline), the launches.
+    Run any number of times, for any layer."""
 
     __slots__ = (
         "__weakref__",
-        "_bound",
-        "_requests",
         # attend_to(q, kv, scales, outputs, memory), the fields of SegmentRun, for one segment after
         # the other. Returns the result, or one result per segment.
         "attend_to",
         "backend",
-        "buffers",
+        "bound",  # attend_to() for queries that need no conversion
+        "buffers",  # the work list, and all else that launches use
         "device_stream",
         "float_workspace",
-        # Address of the plan's own mask; 0 if a run may change it. No kernel of two segments asks
-        # which tiles of a mask are full, partial or empty.
-        "mask_bits",
-        "page_indices",  # addresses of each segment's on the device; 0: the upload contains them
-        "place",
+        "place",  # the memory of the work list
         "plan",
+        "requests",
     )
     launches = 1
 
-    def __init__(
+    def __init__(self, backend: Backend, plan: _core.Plan, requests: tuple[Request, ...]) -> None:
+        self.backend = backend
+        self.plan = plan
+        self.requests = requests
+
+    def place_in(
         self,
-        plan: _core.Plan,
-        place: _core.Place | None,
-        backend: Backend,
-        requests: Sequence[Request],
         workspace: Workspace,
         names: Sequence[str] = ("",),
+        where: _core.Place | None = None,
     ) -> None:
-        """place: of an earlier plan, which a CUDA graph runs. backend: of kernels. names: of the
-        segments, in messages."""
-        if place is None:
-            work_list = workspace.int_buffer(plan.int_bytes)
-            place = place_in(work_list, workspace)
-        else:
-            work_list = place.buffer
-        self.plan = plan
-        self.place = place
-        self.backend = backend
+        """Gives the work list its memory: that of an earlier plan, which a CUDA graph runs, or
+        memory of the workspace. names: of the segments, in messages."""
+        if where is None:
+            where = new_place(workspace.int_buffer(self.plan.int_bytes), workspace)
+        self.place, requests = where, self.requests
         self.device_stream = device_stream = workspace.device_stream
-        # The work list and all else that launches use; the allocator knows that the current stream
-        # uses it.
-        self.buffers = buffers = [work_list]
+        self.buffers = buffers = [where.buffer]
         self.float_workspace = None
         if workspace.float_buffer is not None:
             self.float_workspace = workspace.float_buffer.tensor
             buffers.append(workspace.float_buffer)
-        self.mask_bits = 0
-        self.page_indices = page_indices = []
-        masks, lens, largest_pages, alike = [], [], [], []
-        held = []  # tensors of the plan that callers hold, too
-        for options, _, (
-            batch,
-            pages,
-        ), kv_layout, mask, graph_rows, _, q_given, kv_lens in requests:
-            masks.append(mask)
-            lens.append(kv_lens)
-            if kv_lens is not None:
-                buffers.append(Buffer(kv_lens))
-                held.append(("seq_lens", kv_lens, kv_lens.nbytes))
-            alike.append((options, kv_layout, batch.page_size, q_given))
-            address, largest_page = 0, None
-            if pages is not None:
-                _, indices, largest_page = pages
-                if indices is not None:
-                    address = indices.data_ptr()
-                    buffers.append(Buffer(indices))
-                    name = "paged_kv_indices_buf" if graph_rows else "paged_kv_indices"
-                    held.append((name, indices, batch.page_entries * indices.itemsize))
-            page_indices.append(address)
-            largest_pages.append(-1 if largest_page is None else largest_page)
-            if mask is not None:
-                buffers.append(Buffer(mask))
-                if graph_rows:  # the bits may change on the device after plan()
-                    held.append(("custom_mask_buf", mask, batch.mask_bytes))
-                elif len(requests) == 1:
-                    self.mask_bits = mask.data_ptr()
-        for buffer in buffers:
+        for request in requests:
+            pages = request.pages
+            for tensor in (request.kv_lens, request.mask, pages and pages.on_device):
+                if tensor is not None:
+                    kept = request.graph_rows > 0  # from plan to plan
+                    buffers.append(workspace.buffer_of(tensor) if kept else Buffer(tensor))
+        for buffer in buffers:  # tells the allocator
             buffer.used_on_current_stream(device_stream)
-        self._requests = requests
-        self._bound = self.attend_to = _core.bound_run(
-            place, plan, self.float_workspace, masks, largest_pages, held,
-            workspace.known_tensors(alike), _FUNCTIONS, (requests, names, buffers, device_stream),
-            backend.num_threads, backend.launched_by, lens,
-        )  # fmt: skip
+        settings = workspace.run_settings(self.backend, requests, _FUNCTIONS)
+        context = (requests, names, buffers, device_stream)
+        self.bound = self.attend_to = _core.bound_run(where, self.plan, settings, context)
         if requests[0].q_given is not None:
-            self.attend_to = functools.partial(_attend_converted, self._bound, requests[0])
+            self.attend_to = functools.partial(_attend_converted, self.bound, requests[0])
+
+    def give_mask(self, mask: torch.Tensor) -> None:
+        """The mask of a request that was planned without; before place_in()."""
+        self.requests = (self.request._replace(mask=mask),)
 
     def check_run(self, *arguments: Any) -> None:
         """The checks of attend_to() alone."""
         if self.request.q_given is not None:
             arguments = (converted_query(arguments[0], self.request), *arguments[1:])
-        _core.check_run(self._bound, *arguments)
+        _core.check_run(self.bound, *arguments)
 
     @property
     def id(self) -> str:
@@ -140,7 +109,7 @@ class PlannedVariant:
     @property
     def request(self) -> Request:
         """Request of the first segment."""
-        return self._requests[0]
+        return self.requests[0]
 
     @property
     def int_buffer(self) -> Buffer:
@@ -189,10 +158,10 @@ def _attend_converted(bound: Callable, request: Request, q: torch.Tensor, *more:
     return bound(converted_query(q, request), *more)
 
 
-def place_in(buffer: Buffer, workspace: Workspace) -> _core.Place:
+def new_place(buffer: Buffer, workspace: Workspace) -> _core.Place:
     """Makes the Place of a work list, in memory that nothing else uses."""
     uploader = workspace.uploader()
-    return _core.place(uploader, check.TORCH, buffer, buffer.tensor, buffer.num_bytes)
+    return _core.place(uploader, check.TORCH, buffer)
 
 
 def run_memory(
@@ -286,9 +255,33 @@ def _stream_changed(context: _Context) -> None:
         buffer.used_on_current_stream(device_stream)
 
 
+def _copy(buffer: torch.Tensor, array: torch.Tensor, most: int) -> None:
+    """Copies an array of plan(), or a block table, to where CUDA graphs read it."""
+    if _is_start_of(buffer, array):
+        return
+    if array.dim() == 1:
+        array = array[:most]
+    rows = sent(array.contiguous(), buffer.device) if array.is_cpu else array
+    if rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+        rows = rows.clone()
+    into = buffer[:, : rows.shape[1]] if rows.dim() == 2 else buffer[: rows.numel()]
+    into.copy_(rows)
+
+
+def _is_start_of(buffer: torch.Tensor, array: torch.Tensor) -> bool:
+    """True if the caller passed the buffer itself, or its beginning."""
+    return (
+        array.data_ptr() == buffer.data_ptr()
+        and array.device == buffer.device
+        and array.dtype == buffer.dtype
+        and (array.is_contiguous() if array.dim() == 1 else array.stride() == buffer.stride())
+    )
+
+
 _FUNCTIONS = _core.RunFunctions(
     check=_bound_to,
     refuse=_refuse_gradients,
     stream=lambda context: context[3].stream(),
     stream_changed=_stream_changed,
+    copy=_copy,
 )

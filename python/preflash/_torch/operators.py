@@ -149,7 +149,7 @@ def _found(
     _refuse_blind_capture(q)
     wrapper = find_wrapper(name)
     if o_dtype is not None:
-        planned = check.TORCH_DTYPES[wrapper._planned().asked.request.options.o_dtype]
+        planned = check.TORCH_DTYPES[wrapper._current().request.options.o_dtype]
         if planned != o_dtype:
             raise ValueError(
                 f"o_data_type={planned} in plan(); the compiled graph expects {o_dtype}, which "

@@ -14,6 +14,7 @@ from .. import _core
 from .._check import lengths as _lengths
 from .._check import values as check
 from .._check.arguments import (
+    NO_ITEMS,
     KvCache,
     PerHead,
     Result,
@@ -35,18 +36,19 @@ from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
 from .._device.workspace import Workspace, check_apart, check_buffer
 from .._plan import masks, pipeline, prepass
-from .._plan.masks import MaskSource
-from .._plan.pipeline import Draft, new_tuple
+from .._plan.pipeline import ArrayCopy
 from .._run.variant import PlannedVariant
 from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
 from .options import check_announced, told_before, with_forward
-from .state import Asked, Drafted, Planned, State
+from .plan import Captured, Plan
 
 # Placeholder skip factor of a plan; run() passes the real one, which counts unless it is 0 in
 # float32.
 _ANY_FACTOR = 2.0**-126
+
+CopyIn = Callable[[], list[ArrayCopy]]  # what goes into the buffers of CUDA graphs
 
 
 class BatchPrefillWrapper(EngineAttributes):
@@ -71,7 +73,7 @@ class BatchPrefillWrapper(EngineAttributes):
             # Documented as effective with use_cuda_graph only.
             if value is not None:
                 check.tensor(name, value)
-        self._state = State(Workspace(buffer.device, buffer))
+        self._plan = Plan(Workspace(buffer.device, buffer))
         self._graph: GraphMode | None = None
         self._given_buffers = graph_buffers
         self._in_elements = backend == backends.CUDNN  # with any PREFLASH_BACKEND
@@ -82,7 +84,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def __copy__(self) -> BatchPrefillWrapper:
         """Copies the wrapper, with the same plan and float workspace; each plans for itself."""
-        workspace = self._state.workspace
+        workspace = self._plan.workspace
         where = "buffers of its constructor" if self._graph_enabled else None
         if where is None and workspace.int_room is not None:
             where = "int_workspace_buffer of reset_workspace_buffer()"
@@ -94,7 +96,7 @@ class BatchPrefillWrapper(EngineAttributes):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._recorded_name = traced.name_wrapper(other)
-        other._state = self._state.of_copy()
+        other._plan = self._plan.of_copy()
         if "run" in self.__dict__:
             other.run = types.MethodType(self.run.__func__, other)
         return other
@@ -109,7 +111,7 @@ class BatchPrefillWrapper(EngineAttributes):
         """Enters CUDA-graph mode: plan() keeps its arrays in the given buffers."""
         given = dict(self._given_buffers)
         batch_size = given.pop("fixed_batch_size", None)
-        workspace = self._state.workspace
+        workspace = self._plan.workspace
         buffers = _graph.check_graph_buffers(given, workspace.float_buffer.tensor)
         if batch_size is not None and batch_size != buffers.batch_size:
             raise ValueError(
@@ -120,52 +122,53 @@ class BatchPrefillWrapper(EngineAttributes):
 
     # Planning.
 
-    def _asked(self, a: BatchArguments) -> Asked:
+    def _request(self, a: BatchArguments) -> Request:
         """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
         given = batch_options(a)
-        options = given.options
-        kv_layout = self._kv_layout
-        graph = self._graph
+        options, workspace, graph = given.options, self._plan.workspace, self._graph
+        device, kv_layout = workspace.device_stream.device, self._kv_layout
         if self._in_elements:
             buffers = {} if graph is None else graph.filled_by_plan()
-            if to_tokens(a, options, self.device, buffers):
+            if to_tokens(a, options, device, buffers):
                 kv_layout = "HND"
-        workspace = self._state.workspace
-        device = workspace.device_stream.device
-        lengths = _lengths.batch_lengths(
+        batch, pages = _lengths.batch_lengths(
             a, device, graph and graph.buffers.indices, workspace.known_uploader
         )
         kv_lens = None
         if a.lengths_are_upper_bounds is not False:
-            kv_lens = _lengths.upper_bounds(a, lengths.batch, device, given.masked)
+            kv_lens = _lengths.upper_bounds(a, batch, device, given.masked)
         graph_rows = graph_mask_bytes = 0
         if graph is not None:
-            batch = lengths.batch
             graph.check_batch(batch)
-            graph_rows = self._state.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
+            graph_rows = self._plan.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = graph.mask_bytes
         if self._announced:
             check_announced(self._announced, told_before(a, options))
-        request = pipeline.make_request(
-            options, device, lengths, kv_layout, given.masked, graph_rows, graph_mask_bytes,
-            given.q_given, kv_lens,
-        )  # fmt: skip
+        if given.masked:
+            batch.use_mask()
         scales = given.scales
         if a.sm_scale is not None:
             scales = Scales(softmax_scale(a.sm_scale, options), 1.0)
-        of_items = masks.NO_ITEMS if a.prefix_len_ptr is None else masks.items_of(a)
-        return new_tuple(Asked, (request, scales, given, of_items))
+        items = NO_ITEMS if a.prefix_len_ptr is None else masks.items_of(a)
+        return Request(
+            prepass.applied_to(options), device, batch, pages, kv_layout, None, graph_rows,
+            graph_mask_bytes, given.q_given, kv_lens, scales, given.causal, given.logits_soft_cap,
+            items,
+        )  # fmt: skip
 
     @check.eager
-    def _plan(self, a: BatchArguments) -> None:
-        self._install(self._drafted(a))
+    def _make_plan(self, a: BatchArguments) -> None:
+        self._install(*self._drafted(a))
 
     @check.eager
     def _begin_forward(self, a: BatchArguments) -> None:
-        self._install(self._drafted(a, self._state.last_forward))
+        self._install(*self._drafted(a, self._plan.last_forward))
 
-    def _drafted(self, a: BatchArguments, forward: Mapping[str, Any] | None = None) -> Drafted:
-        """A plan that has passed every check; the wrapper is as it was.
+    def _drafted(
+        self, a: BatchArguments, forward: Mapping[str, Any] | None = None
+    ) -> tuple[Plan, CopyIn | None]:
+        """A plan that has passed every check, whose variants have no place yet; the wrapper is as
+        it was. With use_cuda_graph=True also the call that fills the buffers.
 
         forward: plan for these options of a forward() that will follow, where they can be served;
         it is for forward() to refuse them, not for this call.
@@ -174,158 +177,127 @@ class BatchPrefillWrapper(EngineAttributes):
             if self._graph is None:
                 self._take_graph_buffers()
             self._graph.check_may_plan()
-        asked = self._asked(a)
-        workspace, request = self._state.workspace, asked.request
-        options, draft = request.options, None
+        before, graph, request = self._plan, self._graph, self._request(a)
+        workspace, primary, usual, others = before.workspace, None, None, {}
         if forward is not None:
-            other = with_forward(options, forward)
-            with contextlib.suppress(ValueError, NotImplementedError):
-                draft = self._draft(workspace, request._replace(options=other))
-                options = other
-        if draft is None:
-            draft = self._draft(workspace, request)
-        device = workspace.device_stream.device
-        _lengths.check_hints(a, request.lengths, request.options, device)
-        source = None
-        if asked.given.masked:
-            source = masks.source_of(a, request.lengths.batch, device)
+            other = with_forward(request.options, forward)
+            if other != request.options:
+                with contextlib.suppress(ValueError, NotImplementedError):
+                    primary = self._planned_for(workspace, request._replace(options=other))
+        if primary is None:
+            primary = usual = self._planned_for(workspace, request)
+        _lengths.check_hints(a, request)
+        mask, copy_in = None, None
+        if request.options.mask == _core.Mask.custom:
+            mask = masks.source_of(a, request.batch, request.device)
         else:
             masks.check_alone(a)
-        if self._graph is not None:
-            return self._drafted_for_graphs(Drafted(workspace, draft, asked, options), source, a)
-        if source is not None:
-            mask = masks.owned_mask(*source, request.lengths.batch, workspace.device_stream)
-            asked = asked._replace(request=request._replace(mask=mask))
-        return new_tuple(Drafted, (workspace, draft, asked, options, {}, None))
-
-    def _drafted_for_graphs(
-        self, drafted: Drafted, mask: MaskSource | None, a: BatchArguments
-    ) -> Drafted:
-        """Adds drafts for all variants that CUDA graphs have captured, for the new batch."""
-        graph, asked = self._graph, drafted.asked
-        request = asked.request
-        batch = request.lengths.batch
-        if mask is not None:
-            graph.check_mask(batch)
-            request = request._replace(mask=graph.buffers.mask)
-        refreshed = {}
-        captured = self._state.captured_so_far()
-        if captured:
-            graph.check_kv_lens(request.kv_lens)
-        for options, place in captured.items():
-            _graph.check_captured(place, 0, request.lengths)
-            _graph.check_captured_mask(options.mask == _core.Mask.custom, mask is not None)
-            if options != drafted.options:
-                again = request._replace(options=options)
-                refreshed[options] = self._draft(drafted.workspace, again)
-        return drafted._replace(
-            asked=asked._replace(request=request),
-            refreshed=refreshed,
-            copy_in=functools.partial(graph.copy_in, a, batch, mask),
-        )
-
-    def _draft(self, workspace: Workspace, request: Request) -> Draft:
-        name, planned = self._requested_backend.name, self._state.planned
-        if name == "auto" and planned is not None:
-            last = planned.primary
-            if last.request.options is request.options:  # same options: no new choice
-                name = last.backend.name
-        return pipeline.plan(workspace, name, request)
-
-    def _install(self, drafted: Drafted) -> None:
-        """Uploads a plan that has passed every check and makes it the wrapper's."""
-        workspace, draft, asked, options, refreshed, copy_in = drafted
-        before, graph = self._state, self._graph
-        replaced, captured, shared = before.planned, before.captured, before.shared
-        if graph is not None:
-            captured = before.captured_so_far()
-        else:
+        captured, shared = before.captured, before.shared
+        if graph is None:
             # Without use_cuda_graph=True a graph goes on with the work list that it has captured.
             shared = before.shared_so_far()
-        request = asked.request
-        as_asked = options is request.options or options == request.options
-        if not as_asked:
-            request = request._replace(options=options)
-        primary = self._placed(workspace, draft, request, captured)
-        others = {}
-        for other, again in refreshed.items():
-            request_again = request._replace(options=other)
-            others[other] = self._placed(workspace, again, request_again, captured)
-        usual = primary if as_asked else others.get(asked.request.options)
-        planned = new_tuple(Planned, (asked, asked.scales, usual, primary, others))
-        after = new_tuple(
-            State,
-            (workspace, planned, shared, request.graph_rows, captured, before.last_forward),
-        )
+            if mask is not None:
+                mask = masks.owned_mask(*mask, request.batch, workspace.device_stream)
+                request = request._replace(mask=mask)
+                primary.give_mask(mask)
+        else:
+            if mask is not None:
+                graph.check_mask(request.batch)
+                request = request._replace(mask=graph.buffers.mask)
+                primary.give_mask(graph.buffers.mask)
+            captured = before.captured_so_far()
+            if captured:
+                graph.check_captured(captured, request)
+            for options, _ in captured:
+                if options != primary.request.options:
+                    again = request._replace(options=options)
+                    others[options] = self._planned_for(workspace, again)
+            usual = usual or others.get(request.options)
+            copy_in = functools.partial(graph.copy_in, a, request.batch, mask)
+        plan = Plan(
+            workspace, request, usual, primary, others, {}, shared, request.graph_rows, captured,
+            before.last_forward,
+        )  # fmt: skip
+        return plan, copy_in
+
+    def _planned_for(self, workspace: Workspace, request: Request) -> PlannedVariant:
+        """A variant without a place."""
+        backend, last = self._requested_backend.name, self._plan.primary
+        # Equal options need no new choice.
+        if backend == "auto" and last is not None and last.request.options is request.options:
+            backend = last.backend
+        return pipeline.plan(workspace, backend, request)
+
+    def _install(self, plan: Plan, copy_in: CopyIn | None = None) -> None:
+        """Places and uploads a plan that has passed every check, and makes it the wrapper's."""
+        before, graph, request, primary = self._plan, self._graph, plan.request, plan.primary
+        variants = (primary, *plan.others.values())
+        for variant in variants:
+            self._place(plan.workspace, variant, plan.captured)
         copies = ()
         if graph is not None:
             # From here on the old plan has lost its buffers: an interrupted call leaves no plan.
-            self._state = before._replace(planned=None, captured=captured)
-            ran = () if replaced is None else replaced.variants()
-            graph.order_behind_runs(ran, captured.values())
+            self._plan = before.dropped(plan.captured)
+            graph.order_behind_runs(before.variants(), plan.captured)
             graph.reserve(primary.plan.int_bytes)
             graph.kv_lens = request.kv_lens
             if copy_in is not None:
                 copies = copy_in()
-        then = functools.partial(setattr, self, "_state", after)
-        runs = (primary, *others.values())
-        pipeline.upload(workspace, runs, then=then, copies=copies)
-        if replaced is not None and not replaced.primary.shared:
-            before.workspace.give_back(replaced.primary.int_buffer, replaced.primary)
+        then = functools.partial(setattr, self, "_plan", plan)
+        pipeline.upload(plan.workspace, variants, then=then, copies=copies)
+        if before.primary is not None and not before.primary.shared:
+            before.workspace.give_back(before.primary.int_buffer, before.primary)
 
-    def _placed(
+    def _place(
         self,
         workspace: Workspace,
-        draft: Draft,
-        request: Request,
-        captured: Mapping[_core.AttentionOptions, _core.Place],
-    ) -> PlannedVariant:
+        variant: PlannedVariant,
+        captured: Captured,
+    ) -> None:
         """Places the plan where a CUDA graph captured it, else in memory that no graph reads."""
         where = None
         if captured:
-            where = captured.get(request.options)
+            options = variant.request.options
+            where = next((place for other, place in captured if other == options), None)
             if where is None:
                 workspace = workspace.beside()
-        backend, plan = draft
-        run = backend.place(workspace, plan, request, where)
-        if self._graph is not None and _lengths.debugging():
-            run.attend_to = self._graph.checked(run.attend_to, request.lengths.batch)
-        return run
+        variant.place_in(workspace, where=where)
+        if self._graph is not None and _core.debugging():
+            variant.attend_to = self._graph.checked(variant.attend_to, variant.request.batch)
 
-    def _planned(self) -> Planned:
-        planned = self._state.planned
-        if planned is None:
+    def _current(self) -> Plan:
+        """The plan of the last plan()."""
+        plan = self._plan
+        if plan.request is None:
             raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
-        return planned
+        return plan
 
-    def _select(self, planned: Planned, options: _core.AttentionOptions) -> PlannedVariant:
+    def _select(self, plan: Plan, options: _core.AttentionOptions) -> PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
-        request = planned.asked.request
-        if options == planned.primary.request.options:
-            return planned.primary
-        found = planned.others.get(options)
+        if options == plan.primary.request.options:
+            return plan.primary
+        found = plan.others.get(options)
         if found is None:
-            workspace = self._state.workspace.beside()
-            request = request._replace(options=options)
-            draft = self._draft(workspace, request)
+            workspace = plan.workspace.beside()
+            found = self._planned_for(workspace, plan.request._replace(options=options))
             if self._graph is not None and workspace.device_stream.is_capturing():
-                found = self._graph.planned_beside_capture(workspace, draft, request)
+                self._graph.place_beside_capture(workspace, found)
             else:
-                found = self._placed(workspace, draft, request, {})
+                self._place(workspace, found, ())
                 pipeline.upload(workspace, (found,))
-            planned.keep(options, found)
+            plan.keep(options, found)
         return found
 
     def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
         name = self._requested_backend.name
         if self._awaits_buffers:
             self._take_graph_buffers()
-        return pipeline.workspace_size(self.device, name, self._asked(a).request)
+        return pipeline.workspace_size(name, self._request(a))
 
     # Running.
 
     def _run(self, q: torch.Tensor, kv: KvCache, given: RunOptions, outputs: Outputs) -> Result:
-        """A run() that the subclass does not send to _run_usual(). outputs: not checked."""
+        """A run() that the subclass does not send to _run_quick(). outputs: not checked."""
         if given.extra:
             given, return_lse = taken_by_position(given, outputs.return_lse, self._by_position)
             outputs = outputs._replace(return_lse=return_lse)
@@ -354,20 +326,22 @@ class BatchPrefillWrapper(EngineAttributes):
         """A run() off the fast path: with options, without a usual variant, or traced."""
         if check.traced():
             return traced.run(self._recorded_name, q, kv, a, outputs)
-        planned = self._planned()
-        options = asked = planned.asked.request.options
+        plan = self._current()
+        options = asked = plan.request.options
         if a.window_left is not None:
             window_left = check.window_left("window_left", a.window_left)
             options = options.replace(window_left=window_left)
         if a.skip_factor > 0.0:
             options = options.replace(skip_factor=_ANY_FACTOR)
-        variant = planned.usual
+        variant = plan.usual
         if variant is None or options is not asked:
-            variant = self._select(planned, options)
+            variant = self._select(plan, options)
+            if type(a.window_left) is int and a.skip_factor == 0.0:
+                plan.windows[a.window_left] = variant
         if a.per_head.scaled and variant.plan.has_prepass:
-            check_per_head(a.per_head, options, self.device, planned.asked.request.q_given)
-            variant = self._select(planned, prepass.without(options))
-        sm_scale = planned.scales.logits
+            check_per_head(a.per_head, options, self.device, plan.request.q_given)
+            variant = self._select(plan, prepass.without(options))
+        sm_scale = plan.request.scales.logits
         if a.sm_scale is not None:
             sm_scale = softmax_scale(a.sm_scale, options)
         scales = folded_scales(sm_scale, a.scales, options)
@@ -375,22 +349,27 @@ class BatchPrefillWrapper(EngineAttributes):
         if a.skip_factor > 0.0:
             memory = variant.memory_with(a.per_head, a.skip_factor)
         result = variant.attend_to(q, kv, scales, outputs, memory)
-        if planned.usual is None and options is asked and self._state.planned is planned:
+        if plan.usual is None and options is asked and self._plan is plan:
             # The caller uses run(): begin_forward() is plan() again.
-            planned = planned._replace(usual=variant)
-            self._state = self._state._replace(planned=planned, last_forward=None)
+            self._plan = plan._replace(usual=variant, last_forward=None)
         return result
 
     @staticmethod
-    def _run_usual(
-        planned: Planned, q: torch.Tensor, kv: KvCache, scales: tuple, sinks: Any, outputs: Outputs
+    def _run_quick(
+        plan: Plan,
+        variant: PlannedVariant,
+        q: torch.Tensor,
+        kv: KvCache,
+        scales: tuple,
+        sinks: Any,
+        outputs: Outputs,
     ) -> Result:
-        """Fast path: runs the usual variant, while nothing records. scales: GivenScales."""
-        factors, (q_scale, k_scale, v_scale) = planned.scales, scales
+        """Fast path: runs a known variant, while nothing records. scales: GivenScales."""
+        factors, (q_scale, k_scale, v_scale) = plan.request.scales, scales
         if q_scale is not None or k_scale is not None or v_scale is not None:
-            factors = folded_scales(factors.logits, scales, planned.asked.request.options)
+            factors = folded_scales(factors.logits, scales, plan.request.options)
         heads = None if sinks is None else (sinks, None, None, None)
-        return planned.usual.attend_to(q, kv, factors, outputs, heads)
+        return variant.attend_to(q, kv, factors, outputs, heads)
 
     def _forward(self, q: torch.Tensor, kv: KvCache, given: Any, outputs: Outputs) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
@@ -411,13 +390,13 @@ class BatchPrefillWrapper(EngineAttributes):
             "soft_cap": check.soft_cap("logits_soft_cap", a.logits_soft_cap),
             **encoding._asdict(),
         }
-        planned = self._planned()
-        options = with_forward(planned.asked.request.options, forward)
-        variant = self._select(planned, options)
+        plan = self._current()
+        options = with_forward(plan.request.options, forward)
+        variant = self._select(plan, options)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
         result = variant.attend_to(q, kv, scales, outputs, None)
-        if self._state.last_forward != forward:
-            self._state = self._state._replace(last_forward=forward)
+        if self._plan.last_forward != forward:
+            self._plan = self._plan._replace(last_forward=forward)
         return result
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
@@ -453,25 +432,26 @@ class BatchPrefillWrapper(EngineAttributes):
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         check_apart(float_workspace_buffer=float_buffer, int_workspace_buffer=int_buffer)
         workspace = Workspace(self.device, float_buffer, int_buffer)
-        if self._graph is not None and self._state.captured_so_far():
+        before = self._plan
+        if self._graph is not None and before.captured_so_far():
             raise ValueError(
                 "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
                 "the workspaces; construct another wrapper"
             )
-        state, planned = self._state, self._state.planned
-        if planned is None:
-            return functools.partial(setattr, self, "_state", state._replace(workspace=workspace))
-        request = planned.asked.request
-        draft = self._draft(workspace, request)
-        drafted = Drafted(workspace, draft, planned.asked, request.options)
-        return functools.partial(self._install, drafted)
+        plan = before._replace(workspace=workspace)
+        if before.request is None:
+            return functools.partial(setattr, self, "_plan", plan)
+        variant = self._planned_for(workspace, before.request)
+        shared = before.shared if self._graph is not None else before.shared_so_far()
+        plan = plan._replace(usual=variant, primary=variant, others={}, windows={}, shared=shared)
+        return functools.partial(self._install, plan)
 
     # Public properties.
 
     @property
     def device(self) -> torch.device:
         """Device of the workspace and of every tensor of run()."""
-        return self._state.workspace.device_stream.device
+        return self._plan.workspace.device_stream.device
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -480,17 +460,17 @@ class BatchPrefillWrapper(EngineAttributes):
     @property
     def variant(self) -> str | None:
         """The id of the kernel that plan() chose; None before."""
-        planned = self._state.planned
-        return None if planned is None else planned.primary.plan.id
+        primary = self._plan.primary
+        return None if primary is None else primary.plan.id
 
     def __repr__(self) -> str:
         name = type(self).__name__
         where = f"kv_layout={self._kv_layout!r}, device='{self.device}'"
-        planned = self._state.planned
-        if planned is None:
+        request = self._plan.request
+        if request is None:
             return f"{name}(backend={self._requested_backend!r}, {where}, not planned)"
         return (
             f"{name}(backend={self._backend!r}{self._requested_backend.override}, "
             f"variant={self.variant!r}, {where}, "
-            f"batch_size={planned.asked.request.lengths.batch.num_requests})"
+            f"batch_size={request.batch.num_requests})"
         )

@@ -13,11 +13,11 @@ from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
 from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
+from .._check.request import Request
 from .._check.tensors import check_decode_rows
 from .._compat.signatures import takes
 from .options import lists_options_of
 from .paged import BatchPrefillWithPagedKVCacheWrapper
-from .state import Asked, Drafted
 
 
 def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any, Any]:
@@ -126,7 +126,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             The others, fixed_split_size (in keys) included, and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
-        super()._plan(self._as_prefill(a))
+        super()._make_plan(self._as_prefill(a))
         self._made_from = (a, _versions(a))
 
     @takes(DecodePlanArguments)
@@ -139,7 +139,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         super()._begin_forward(a)
         self._made_from = None
 
-    def _drafted(self, *args: Any) -> Drafted:
+    def _drafted(self, *args: Any) -> Any:
         try:
             return super()._drafted(*args)
         except REFUSALS as error:
@@ -170,13 +170,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
 
-    def _asked(self, a: PagedPlanArguments) -> Asked:
-        asked = super()._asked(a)
-        batch = asked.request.lengths.batch
+    def _request(self, a: PagedPlanArguments) -> Request:
+        request = super()._request(a)
+        batch = request.batch
         batch.require_exact_rows()
         q_len = batch.max_qo_len
         if q_len <= 1:
-            return asked
+            return request
         self._had_several = True
         shortest = min(batch.kv_len(i) for i in range(batch.num_requests))
         if shortest < q_len:
@@ -190,7 +190,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"q_len_per_req={q_len}: with use_cuda_graph=True it is frozen, and the first "
                 f"plan() had {before.max_qo_len}; use another wrapper"
             )
-        return asked
+        return request
 
     @property
     def _q_len_per_req(self) -> int | None:
@@ -251,7 +251,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             # Before the plan changes; run() itself checks q against what is planned.
             check_decode_rows(q, self._batch.num_requests, asked)
             again = converted(made_from, DecodePlanArguments, q_len_per_req=asked)
-            self._plan(self._as_prefill(again))
+            self._make_plan(self._as_prefill(again))
 
     @property
     def resolved_backend(self) -> str:

@@ -17,15 +17,15 @@ from .. import _core
 from .._check import values as check
 from .._check.arguments import Result
 from .._check.calls import BatchArguments, PagedPlanArguments
-from .._check.lengths import Lengths
 from .._check.request import Request
 from .._device.buffers import Buffer, order_behind_users
-from .._device.stream import DeviceStream, sent
+from .._device.stream import DeviceStream
 from .._device.workspace import Workspace, check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
-from .._plan.pipeline import Draft, HostCopy
-from .._run.variant import PlannedVariant, place_in
+from .._plan.pipeline import ArrayCopy
+from .._run.variant import PlannedVariant, new_place
+from .plan import Captured
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -33,6 +33,7 @@ _RESERVED = 2
 # Streams to choose from, so that one is not in a capture; a capture has one, seldom two.
 _STREAMS = 3
 
+_ALL = 2**31  # elements of an array
 _INDICES, _LAST_PAGE_LEN = "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
 _MASK, _MASK_INDPTR = "custom_mask_buf", "mask_indptr_buf"
 
@@ -182,6 +183,13 @@ class GraphMode:
                 "requests, or use another wrapper"
             )
 
+    def check_captured(self, captured: Captured, request: Request) -> None:
+        """Raises ValueError if a captured run could not go on with the request's batch."""
+        self.check_kv_lens(request.kv_lens)
+        for options, place in captured:
+            check_captured(place, 0, request)
+            check_captured_mask(options.mask == _core.Mask.custom, request.mask is not None)
+
     def check_kv_lens(self, kv_lens: torch.Tensor | None) -> None:
         """Raises ValueError unless a captured run reads the lengths of keys where plan() has
         them."""
@@ -249,52 +257,37 @@ class GraphMode:
 
     # Actions of plan() after all checks.
 
-    def order_behind_runs(
-        self, ran: Iterable[PlannedVariant], captured: Iterable[_core.Place]
-    ) -> None:
+    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: Captured) -> None:
         """Orders the current stream after runs on other streams that read what plan() is about to
         overwrite. Replays are unknown here."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
         # streams of its own runs.
         buffers = [buffer for variant in ran for buffer in variant.buffers]
-        buffers += [place.buffer for place in captured]
+        buffers += [place.buffer for _, place in captured]
         order_behind_users(buffers, self._device_stream)
 
     def copy_in(
         self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None
-    ) -> list[HostCopy]:
-        """plan()'s arrays into the buffers; one that is its buffer already costs nothing. Returns
-        those on the CPU, which go with the upload."""
+    ) -> list[ArrayCopy]:
+        """The arrays of plan() and the buffers that the upload copies them to. Writes the mask."""
         buffers = self.buffers
-        pairs = [(buffers.qo_indptr, a.qo_indptr)]
+        copies = [(buffers.qo_indptr, a.qo_indptr, _ALL)]
         if isinstance(a, PagedPlanArguments):
-            pairs += [
-                (buffers.kv_indptr, a.paged_kv_indptr),
-                (buffers.indices, a.paged_kv_indices),
-                (buffers.last_page_len, a.paged_kv_last_page_len),
-            ]
+            copies += (
+                (buffers.kv_indptr, a.paged_kv_indptr, _ALL),
+                (buffers.indices, a.paged_kv_indices, batch.kv_end),  # a list may be longer
+                (buffers.last_page_len, a.paged_kv_last_page_len, _ALL),
+            )
         else:
-            pairs.append((buffers.kv_indptr, a.kv_indptr))
+            copies.append((buffers.kv_indptr, a.kv_indptr, _ALL))
         if mask is not None:
             begins = torch.tensor(batch.mask_indptr, dtype=torch.int32, device="cpu")
-            pairs.append((buffers.mask_indptr, begins[: buffers.mask_indptr.numel()]))
-            if not (mask.packed and _is_start_of(buffers.mask, mask.values)):
+            begins = begins[: buffers.mask_indptr.numel()]
+            copies.append((buffers.mask_indptr, begins, _ALL))
+            if not (mask.packed and mask.values.data_ptr() == buffers.mask.data_ptr()):
                 mask = mask._replace(values=_apart_from(buffers.mask, mask.values))
                 mask.write(buffers.mask, batch, self._device_stream)
-        on_host = []
-        for buffer, source in pairs:
-            if _is_start_of(buffer, source):
-                continue
-            if buffer is buffers.indices and source.dim() == 1:
-                source = source[: batch.kv_end]  # a page list may be longer
-            if source.dim() == 2:
-                rows = sent(source, buffer.device) if source.is_cpu else source
-                buffer[:, : source.shape[1]].copy_(_apart_from(buffer, rows))
-            elif source.is_cpu:
-                on_host.append(HostCopy(buffer, source.contiguous()))
-            else:
-                buffer[: source.numel()].copy_(_apart_from(buffer, source))
-        return on_host
+        return copies
 
     def reserve(self, num_bytes: int) -> None:
         """Reserves memory for work lists of about this size. NOTE: call it before the plan's own
@@ -308,19 +301,15 @@ class GraphMode:
 
     # Planning during a capture, for a run with options that no run had before.
 
-    def planned_beside_capture(
-        self, workspace: Workspace, draft: Draft, request: Request
-    ) -> PlannedVariant:
+    def place_beside_capture(self, workspace: Workspace, variant: PlannedVariant) -> None:
         """Places a plan and uploads it outside of the capture, while the host waits."""
-        backend, plan = draft
-        where = place_in(self._take_reserved(plan.int_bytes), workspace)
-        found = backend.place(workspace, plan, request, where)
+        where = new_place(self._take_reserved(variant.plan.int_bytes), workspace)
+        variant.place_in(workspace, where=where)
         stream = self._device_stream.stream()
         where.arrive_before(stream)  # waits: the reserve is unused from then on
         with torch.cuda.stream(self._stream_beside_captures()):
-            pipeline.upload(workspace, (found,))
+            pipeline.upload(workspace, (variant,))
         where.arrive_before(stream)
-        return found
 
     def _stream_beside_captures(self) -> torch.cuda.Stream:
         for stream in self._beside_captures:
@@ -352,11 +341,11 @@ def _check_planned(name: str, i: int, now: int, planned: int) -> None:
         )
 
 
-def check_captured(place: _core.Place, segment: int, lengths: Lengths) -> None:
+def check_captured(place: _core.Place, segment: int, request: Request) -> None:
     """Raises ValueError if a batch reaches beyond the tensors that a graph has captured."""
     place.held.check()
     captured = place.captured[segment]
-    batch, pages = lengths
+    batch, pages = request.batch, request.pages
     paged = batch.page_size > 0
     has = "a CUDA graph has captured a run() with"
     larger = "capture it with as many as the largest batch has, or use another wrapper"
@@ -395,16 +384,6 @@ def check_captured_mask(captured_mask: bool, has_mask: bool) -> None:
             "custom_mask: a CUDA graph has captured a run() without one and would leave it out; "
             "use another wrapper"
         )
-
-
-def _is_start_of(buffer: torch.Tensor, source: torch.Tensor) -> bool:
-    """True if the caller passed the buffer itself, or its beginning."""
-    return (
-        source.data_ptr() == buffer.data_ptr()
-        and source.device == buffer.device
-        and source.dtype == buffer.dtype
-        and (source.is_contiguous() if source.dim() == 1 else source.stride() == buffer.stride())
-    )
 
 
 def _apart_from(buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

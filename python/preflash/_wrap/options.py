@@ -13,6 +13,8 @@ from .._check.arguments import RunKeywords, RunOptions
 from .._check.calls import BatchArguments
 from .._check.names import with_nearest
 from .._check.options import check_unserved
+from .._run.variant import PlannedVariant
+from .plan import Plan
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -80,12 +82,16 @@ def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) ->
             )
 
 
-def any_given(options: RunKeywords) -> bool:
-    """True if any option is set, or unknown, which run_options() refuses."""
-    for name, value in options.items():  # noqa: SIM110, a generator takes time
-        if value is not None or name not in _RUN_KEYWORDS:
-            return True
-    return False
+def quick_variant(plan: Plan, options: RunKeywords) -> PlannedVariant | None:
+    """The variant of a run() with these options that needs no further look at them: none but a
+    window that an earlier run() had. None: another option is set, or unknown, or a first run()."""
+    window_left = None
+    for name, value in options.items():
+        if name == "window_left" and type(value) is int:
+            window_left = value
+        elif value is not None or name not in _RUN_KEYWORDS:
+            return None
+    return plan.usual if window_left is None else plan.windows.get(window_left)
 
 
 def run_options(wrapper: Any, first: tuple, options: RunKeywords) -> RunOptions:

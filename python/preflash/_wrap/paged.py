@@ -17,7 +17,7 @@ from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
-from .options import any_given, lists_options, run_options
+from .options import lists_options, quick_variant, run_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -152,7 +152,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             NotImplementedError: no compiled kernel serves it, or an option of a later release.
             The wrapper keeps the plan it had.
         """
-        super()._plan(a)
+        super()._make_plan(a)
 
     @takes(PagedPlanArguments)
     def begin_forward(self, a: PagedPlanArguments) -> None:
@@ -219,13 +219,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         """
         if (
             args
-            or (options and any_given(options))
             or return_lse is None
             or is_dynamo_compiling()
             or function_mode_is_active()
             or num_dispatch_modes()
-            or (planned := self._state.planned) is None
-            or planned.usual is None
+            or (variant := (plan := self._plan).usual) is None
+            or (options and (variant := quick_variant(plan, options)) is None)
         ):
             check.one_cache(args)
             given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
@@ -233,7 +232,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             return super()._run(q, paged_kv_cache, given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
         scales = (q_scale, k_scale, v_scale)
-        return super()._run_usual(planned, q, paged_kv_cache, scales, sinks, outputs)
+        return super()._run_quick(plan, variant, q, paged_kv_cache, scales, sinks, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: KvCache, *args: Any, **options: Any

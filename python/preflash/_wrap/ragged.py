@@ -17,7 +17,7 @@ from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import by_position, takes
 from .batch import BatchPrefillWrapper
-from .options import any_given, lists_options, run_options
+from .options import lists_options, quick_variant, run_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,7 +82,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
                 qo_indptr again, in tokens or in elements. Those on the GPU are waited for.
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
-        super()._plan(a)
+        super()._make_plan(a)
 
     @takes(RaggedPlanArguments)
     def begin_forward(self, a: RaggedPlanArguments) -> None:
@@ -131,20 +131,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         """
         if (
             args
-            or (options and any_given(options))
             or return_lse is None
             or is_dynamo_compiling()
             or function_mode_is_active()
             or num_dispatch_modes()
-            or (planned := self._state.planned) is None
-            or planned.usual is None
+            or (variant := (plan := self._plan).usual) is None
+            or (options and (variant := quick_variant(plan, options)) is None)
         ):
             given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, (k, v), given, outputs)
         outputs = run_outputs(out, lse, return_lse, lse_base, lse_layout)
         scales = (q_scale, k_scale, v_scale)
-        return super()._run_usual(planned, q, (k, v), scales, sinks, outputs)
+        return super()._run_quick(plan, variant, q, (k, v), scales, sinks, outputs)
 
     def run_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any

@@ -170,7 +170,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         Raises ValueError, too: an argument contradicts the constructor.
         """
         a = self._arguments(locals())
-        super()._plan(a)
+        super()._make_plan(a)
         # The caller may change his arrays. Pages on a GPU stay there, as in every plan.
         names = ["qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len"]
         if a.paged_kv_indices.is_cpu:
@@ -290,8 +290,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self, ranges: torch.Tensor, windows: tuple[int, int]
     ) -> BatchPrefillWithPagedKVCacheWrapper:
         """Returns a wrapper planned with the mask of these ranges and windows."""
-        batch = self._planned().asked.request.lengths.batch
-        if self._state.workspace.device_stream.is_capturing():
+        batch = self._current().request.batch
+        if self._plan.workspace.device_stream.is_capturing():
             raise RuntimeError(
                 "run() reads bidirectional_ranges, which it cannot while its stream is being "
                 "captured into a CUDA graph; BatchPrefillWithPagedKVCacheWrapper takes the mask as "
@@ -321,7 +321,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             self._float_workspace_buffer, self._kv_layout, backend=self._requested_backend.name
         )
         mask = written_out(batch, self.device, keeps)
-        wrapper._plan(
+        wrapper._make_plan(
             converted(self._plan_given, PagedPlanArguments, causal=False, custom_mask=mask)
         )
         others = [(key, one) for key, one in self._masked.items() if key != windows]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import NamedTuple
 
 import torch
 
 from .._check import values as check
 from .._check.arguments import PerHead, Result, per_head_of, scales_of
 from .._check.calls import SingleArguments
-from .._check.lengths import single_lengths
+from .._check.lengths import single_batch
 from .._check.options import converted_from, has_mask, single_key, single_options
 from .._check.outputs import Outputs, outputs_of
 from .._check.request import Request
@@ -34,23 +33,17 @@ _PLANS_KEPT = 64
 _FLOAT_BYTES = 1024 * 1024 * 1024
 
 
-class _Planned(NamedTuple):
-    request: Request
-    variant: PlannedVariant
-    usual_scales: Scales  # of a call that gives none
-
-
 class _Cache(threading.local):
     """The most recently used plans of this thread, and its workspace of each device."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[tuple, _Planned] = OrderedDict()
-        self.last: tuple[tuple | None, _Planned | None] = (None, None)  # of plans
+        self.plans: OrderedDict[tuple, PlannedVariant] = OrderedDict()
+        self.last: tuple[tuple | None, PlannedVariant | None] = (None, None)  # of plans
         self.workspaces: dict[torch.device, Workspace] = {}
 
 
 _cache = _Cache()
-_captured: list[_Planned] = []  # what CUDA graphs replay; nobody tells when they are gone
+_captured: list[PlannedVariant] = []  # what CUDA graphs replay; nobody tells when they are gone
 
 
 def attention_of_one(a: SingleArguments) -> Result:
@@ -92,38 +85,40 @@ def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> 
             device_stream.stream(), per_head.scaled, prepass.policy())  # fmt: skip
 
 
-def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> _Planned:
+def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> PlannedVariant:
     options = single_options(a)
     pipeline.refuse_capture(device_stream)
-    lengths = single_lengths(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
-    request = pipeline.make_request(
-        options, device_stream.device, lengths, a.kv_layout, has_mask(a),
-        q_given=converted_from(a.q.dtype, options),
-    )  # fmt: skip
+    masked, q_given = has_mask(a), converted_from(a.q.dtype, options)
+    batch = single_batch(a.q.shape[0], a.k.shape[0 if a.kv_layout == "NHD" else 1])
+    if masked:
+        batch.use_mask()
+    scales = Scales(softmax_scale(None, options), 1.0)
+    options = prepass.applied_to(options)
     if per_head.scaled:
-        check_per_head(per_head, options, device_stream.device, request.q_given)
-        request = request._replace(options=prepass.without(options))
-    # One pair of pinned buffers per thread and device.
+        check_per_head(per_head, options, device_stream.device, q_given)
+        options = prepass.without(options)
     device = device_stream.device
+    request = Request(
+        options, device, batch, None, a.kv_layout, q_given=q_given, scales=scales
+    )  # fmt: skip
+    # One pair of pinned buffers per thread and device.
     workspace = _cache.workspaces.setdefault(
         device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
     )
-    variant = pipeline.made(workspace, backends.requested(a.backend).name, request)
-    return _Planned(request, variant, Scales(softmax_scale(None, options), 1.0))
+    return pipeline.made(workspace, backends.requested(a.backend).name, request)
 
 
 def _run_planned(
-    planned: _Planned, a: SingleArguments, per_head: PerHead, outputs: Outputs
+    variant: PlannedVariant, a: SingleArguments, per_head: PerHead, outputs: Outputs
 ) -> Result:
-    request, variant, scales = planned
-    given = scales_of(a)
+    request, scales, given = variant.request, variant.request.scales, scales_of(a)
     if a.sm_scale is not None or given.given:
         options = request.options
         scales = folded_scales(softmax_scale(a.sm_scale, options), given, options)
     per_head_given = per_head.given
     if per_head_given:
         check_per_head(per_head, request.options, a.q.device, request.q_given)
-    mask = _mask(planned, a, outputs) if has_mask(a) else None
+    mask = _mask(variant, a, outputs) if has_mask(a) else None
     num_bytes = variant.plan.float_bytes
     memory = None
     if mask is not None or num_bytes > 0 or per_head_given:
@@ -135,17 +130,16 @@ def _run_planned(
     was_shared = variant.shared
     result = variant.attend_to(a.q, (a.k, a.v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph
-        _captured.append(planned)
+        _captured.append(variant)
     return result
 
 
-def _mask(planned: _Planned, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
+def _mask(variant: PlannedVariant, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
-    request, variant, usual_scales = planned
-    batch, packed = request.lengths.batch, a.packed_custom_mask is not None
+    request, packed = variant.request, a.packed_custom_mask is not None
     if not packed:
         masks.check_rows(a.custom_mask, (request.qo_tokens, request.kv_tokens))
-    mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, batch)
+    mask = masks.check_mask(a.custom_mask, a.packed_custom_mask, request.batch)
     masks.check_mask_device(mask, request.device)
-    variant.check_run(a.q, (a.k, a.v), usual_scales, outputs, None)
-    return masks.mask_of_run(mask, packed, batch, variant.device_stream)
+    variant.check_run(a.q, (a.k, a.v), request.scales, outputs, None)
+    return masks.mask_of_run(mask, packed, request.batch, variant.device_stream)

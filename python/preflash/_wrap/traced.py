@@ -58,7 +58,7 @@ def _recorded_name(name: str) -> str:
 
 def planned_o_dtype(name: str) -> torch.dtype:
     """Asked while tracing; dynamo takes the answer for a constant, and the operator checks it."""
-    return check.TORCH_DTYPES[find_wrapper(name)._planned().asked.request.options.o_dtype]
+    return check.TORCH_DTYPES[find_wrapper(name)._current().request.options.o_dtype]
 
 
 planned_o_dtype._dynamo_marked_constant = True  # torch.compiler.assume_constant_result

@@ -326,8 +326,8 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_skipping_where_no_kernel_has_8_bits(monkeypatch, layout, out_dtype, bounds):
     """Takes the GPU path on the CPU: tensors are converted, pages one request after the other."""
+    from preflash._device.backends import CpuBackend
     from preflash._fmha import run as _run
-    from preflash._run.kernels import CpuBackend
 
     monkeypatch.setattr(_lengths.FmhaLengths, "on_host", not bounds)
     supports = CpuBackend.supports

@@ -126,7 +126,7 @@ def test_a_plan_comes_after_what_reads_the_buffers(target, monkeypatch):
     stage.plan(stage.make(*FIRST))
     stage.run()
     waited_for.clear()
-    read = stage.wrapper._state.planned.primary.buffers
+    read = stage.wrapper._plan.primary.buffers
     addresses = {buffer.tensor.data_ptr() for buffer in read}
     assert stage.buffers["paged_kv_indices_buf"].data_ptr() in addresses
     stage.plan(stage.make(*SMALLER))
@@ -601,10 +601,10 @@ def test_a_plan_interrupted_anywhere(target, recorder):  # noqa: F811
     step, ends = 0, dict.fromkeys(("old", "new", "none"), 0)
     while True:
         stage.plan(old)
-        before = stage.wrapper._state
+        before = stage.wrapper._plan
         ended = not interrupted(lambda: runner.plan(stage.wrapper, new), step)
-        after = stage.wrapper._state
-        which = "old" if after is before else "none" if after.planned is None else "new"
+        after = stage.wrapper._plan
+        which = "old" if after is before else "none" if after.request is None else "new"
         ends[which] += 1
         if which == "none":
             with pytest.raises(ValueError, match="before plan"):

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from preflash._run import kernels
+from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -87,10 +87,10 @@ def test_plan_interrupted_anywhere(target, page_size, given_int_buffer):
     step = 0
     while True:
         wrapper = planned()
-        before = wrapper._state
+        before = wrapper._plan
         if not interrupted(functools.partial(runner.plan, wrapper, new), step):
             break
-        which, inputs, expected = ("old", old, expected_old) if wrapper._state is before else (
+        which, inputs, expected = ("old", old, expected_old) if wrapper._plan is before else (
             "new", new, expected_new)  # fmt: skip
         ends[which] += 1
         got = results(wrapper, inputs)
@@ -148,7 +148,7 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
             handlers.pop()()
         return 2
 
-    monkeypatch.setattr(kernels.CpuBackend, "num_threads", staticmethod(num_threads))
+    monkeypatch.setattr(backends.CpuBackend, "num_threads", staticmethod(num_threads))
     wrapper = runner.make_wrapper(old.case, backend="cpu")
     tensors = (old.q, (old.k, old.v)) if page_size else (old.q, old.k, old.v)
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_a_plan_that_was_copied_ends_with_its_copies(target):
     inputs = build(OLD, device=target.device)
     wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs)
-    planned = weakref.ref(wrapper._state.planned.primary)
+    planned = weakref.ref(wrapper._plan.primary)
     twin = copy.copy(wrapper)
     runner.plan(wrapper, inputs)
     gc.collect()

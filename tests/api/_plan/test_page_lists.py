@@ -133,9 +133,9 @@ def test_memory_of_the_caller(target, problems):
             torch.zeros(max(needed) + 16, dtype=torch.uint8, device=target.device)
             for needed in zip(*sizes, strict=True)
         )
-        planned = wrapper._state.planned
+        planned = wrapper._plan
         wrapper.reset_workspace_buffer(*buffers)
-        assert planned.asked is wrapper._state.planned.asked
+        assert planned.request is wrapper._plan.request
         for i in (1, 3, 1, 0, 3):
             problems[i].plan(wrapper)
             problems[i].check(wrapper)
@@ -203,10 +203,10 @@ def test_interrupted_plans(target, problems):
         wrapper = make_wrapper(target)
         for _ in range(3):
             old.plan(wrapper)
-        before = wrapper._state
+        before = wrapper._plan
         if not interrupted(functools.partial(runner.plan, wrapper, new.inputs), step):
             break
-        which = "old" if wrapper._state is before else "new"
+        which = "old" if wrapper._plan is before else "new"
         ends[which] += 1
         (old if which == "old" else new).check(wrapper)
         step += 23

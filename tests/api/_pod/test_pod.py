@@ -12,8 +12,8 @@ import pytest
 import torch
 from fuzz.pod_trial import note_variants, plan_decode
 from graph_stage import capture, recorder  # noqa: F401
+from preflash._device import backends
 from preflash._pod import joint
-from preflash._run import kernels
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
@@ -174,15 +174,15 @@ def test_two_launches_where_those_are_faster(target, monkeypatch):
         asked.extend(sides)
         return len(asked) == 2
 
-    monkeypatch.setattr(kernels.KernelBackend, "faster_apart", faster_apart)
+    monkeypatch.setattr(backends.Backend, "faster_apart", faster_apart)
     for launches in (2, 1):
         wrapper = made(target, both[1].case)
         plan(wrapper, both[1])
         check_sides(both, run(wrapper, *both))
         assert f"launches={launches}" in repr(wrapper)
     [prefill, decode] = asked[:2]
-    assert (prefill[0].causal, prefill[1].max_qo_len) == (True, 150)
-    assert (decode[0].causal, decode[1].num_requests) == (False, 5)
+    assert (prefill.options.causal, prefill.batch.max_qo_len) == (True, 150)
+    assert (decode.options.causal, decode.batch.num_requests) == (False, 5)
 
 
 def test_a_packed_mask_takes_precedence(target):

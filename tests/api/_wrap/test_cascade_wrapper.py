@@ -159,7 +159,7 @@ def test_an_interrupted_plan_is_told(target, monkeypatch):
     wrapper.run(tree.q, tree.cache)
     other = Tree(target.device, seed=3)
 
-    def interrupt(draft):
+    def interrupt(plan, copy_in):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -207,7 +207,7 @@ def test_one_level_takes_windows(target):
 def test_a_refused_reset_changes_no_level(target):
     tree, wrapper = made(target)
     wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    before = [level._state for level in wrapper._levels]
+    before = [level._plan for level in wrapper._levels]
     big, small = (
         torch.empty(size, dtype=torch.uint8, device=target.device) for size in (1 << 20, 16)
     )
@@ -216,4 +216,4 @@ def test_a_refused_reset_changes_no_level(target):
         wrapper.reset_workspace_buffer(big, [*buffers, small])
     with pytest.raises(ValueError, match=r"buffers\[2\] shares memory with .*buffers\[0\]"):
         wrapper.reset_workspace_buffer(big, [*buffers, buffers[0]])
-    assert all(a is b._state for a, b in zip(before, wrapper._levels, strict=True))
+    assert all(a is b._plan for a, b in zip(before, wrapper._levels, strict=True))

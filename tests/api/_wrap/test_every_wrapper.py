@@ -100,7 +100,7 @@ def test_levels_out_of_step_have_no_variant(monkeypatch):
     wrapper, plan = made("MultiLevelCascadeAttentionWrapper", "cpu")
     plan()
 
-    def interrupted(draft):
+    def interrupted(plan, copy_in):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(wrapper._levels[1], "_install", interrupted)

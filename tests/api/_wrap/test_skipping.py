@@ -65,7 +65,7 @@ class Decaying:
     @property
     def plans(self) -> int:
         """Beside that of plan()."""
-        return len(self.wrapper._state.planned.others)
+        return len(self.wrapper._plan.others)
 
 
 def lengths(kind):
@@ -164,8 +164,8 @@ def test_as_in_the_function(target, kind, head_dim):
 @KINDS
 def test_another_factor_is_no_other_plan(target, kind, monkeypatch):
     batch = made(kind, target)
-    planned, draft = [], batch.wrapper._draft
-    monkeypatch.setattr(batch.wrapper, "_draft", lambda *a: planned.append(1) or draft(*a))
+    planned, plan_for = [], batch.wrapper._planned_for
+    monkeypatch.setattr(batch.wrapper, "_planned_for", lambda *a: planned.append(1) or plan_for(*a))
     batch.spoil()
     kernel = batch.wrapper.variant
     skipped = batch.run(1.0)

@@ -339,8 +339,31 @@ def test_other_options_of_a_call_are_a_plan_of_their_own(case):
     runner.plan(wrapper, inputs, pos_encoding_mode="ALIBI", logits_soft_cap=20.0)
     for options, out in zip(calls, expected, strict=True):
         assert torch.equal(wrapper.forward(*tensors(inputs), causal=True, **options), out)
-    others = wrapper._state.planned.others
+    others = wrapper._plan.others
     assert [options.position.name for options in others] == ["none", "alibi"]
+
+
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_windows_of_run(case, target):
+    """Later runs with a window find its variant at once: that of the current plan, though more
+    windows have come since than variants are kept."""
+    wrapper, twin = (
+        runner.make_wrapper(case, backend=target.backend, device=target.device) for _ in range(2)
+    )
+    windows = [*range(12), -1, 3, 1_000_000]
+    for seed in range(2):
+        inputs = build(case, seed=seed, device=target.device)
+        runner.plan(wrapper, inputs)
+        first = {window: wrapper.run(*tensors(inputs), window_left=window) for window in windows}
+        for window, out in first.items():
+            runner.plan(twin, inputs, window_left=window)
+            assert torch.equal(twin.run(*tensors(inputs)), out)
+            assert torch.equal(wrapper.run(*tensors(inputs), window_left=window), out)
+    assert len(wrapper._plan.others) <= 8
+    assert len(wrapper._plan.windows) <= 9
+    for wrong in (-2, True, 1.5, "3"):
+        with pytest.raises((TypeError, ValueError), match="window_left"):
+            wrapper.run(*tensors(inputs), window_left=wrong)
 
 
 def test_auto_tells_what_it_chose(target):

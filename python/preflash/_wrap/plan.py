@@ -1,0 +1,89 @@
+"""What a batch wrapper has planned: everything of a wrapper that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .. import _core
+from .._check.request import Request
+from .._device.workspace import Workspace
+from .._run.variant import PlannedVariant
+
+_VARIANTS_KEPT = 8
+
+# Variants of one batch, by the options that they serve.
+Variants = dict[_core.AttentionOptions, PlannedVariant]
+# The places of work lists that CUDA graphs have captured, each with the options of its variant.
+Captured = tuple[tuple[_core.AttentionOptions, _core.Place], ...]
+
+
+class Plan(NamedTuple):
+    """The request of the last plan() and the variants that serve it. Replaced as a whole, so that a
+    refused or interrupted call changes nothing."""
+
+    workspace: Workspace
+    request: Request | None = None  # None: not planned, and no variants
+    # The variant of a run() without options; None if begin_forward() planned another one and no
+    # run() has used this one yet.
+    usual: PlannedVariant | None = None
+    # The variant that plan() or begin_forward() made.
+    primary: PlannedVariant | None = None
+    # Variants for runs with a window_left or skipped tiles, for forward(), and of CUDA graphs.
+    others: Variants = {}  # noqa: RUF012, replaced by every plan()
+    windows: dict[int, PlannedVariant] = {}  # noqa: RUF012, those of the others for a window alone
+    shared: tuple[PlannedVariant, ...] = ()  # earlier ones, whose work lists CUDA graphs replay
+    # With use_cuda_graph=True: the maximum query rows of any plan, set by the first one, and the
+    # places of captured work lists.
+    graph_rows: int = 0
+    captured: Captured = ()
+    # The options of the last forward(), until a run() shows that the caller does not forward().
+    last_forward: Mapping[str, Any] | None = None
+
+    def variants(self) -> set[PlannedVariant]:
+        """All variants, each once: `usual` is `primary` or, unless dropped, one of the others."""
+        if self.primary is None:
+            return set()
+        # NOTE: other threads may add to the others; list() copies them at once.
+        return {self.primary, self.usual or self.primary, *list(self.others.values())}
+
+    def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
+        """Adds one to the others. Makes room for it; shared ones stay (CUDA graphs, copies)."""
+        if len(self.others) >= _VARIANTS_KEPT:
+            self.windows.clear()
+            for surplus, other in list(self.others.items()):
+                if not other.shared:
+                    self.others.pop(surplus, None)
+        self.others[options] = variant
+
+    def dropped(self, captured: Captured) -> Plan:
+        """This plan without its variants, for the next plan() to overwrite their memory."""
+        return Plan(
+            self.workspace, None, None, None, {}, {}, self.shared, self.graph_rows, captured,
+            self.last_forward,
+        )  # fmt: skip
+
+    def of_copy(self) -> Plan:
+        """Plan of a copied wrapper: the same variants, and memory of its own for later work
+        lists."""
+        workspace = self.workspace
+        own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
+        for variant in self.variants():
+            variant.shared = True
+        return self._replace(workspace=own, others=dict(self.others), windows={}, shared=())
+
+    def shared_so_far(self) -> tuple[PlannedVariant, ...]:
+        """Those of this and earlier plans that CUDA graphs replay."""
+        if self.primary is None or not (self.primary.shared or self.others):
+            return self.shared
+        # A copied wrapper keeps what it shares by itself.
+        replayed = (variant for variant in self.variants() if variant.place.is_captured)
+        return (*self.shared, *replayed)
+
+    def captured_so_far(self) -> Captured:
+        """Those that graphs of earlier plans have captured, and graphs of this plan."""
+        known = [place for _, place in self.captured]
+        new = [v for v in self.variants() if v.place.is_captured and v.place not in known]
+        if not new:
+            return self.captured
+        return (*self.captured, *((variant.request.options, variant.place) for variant in new))
