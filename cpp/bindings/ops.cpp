@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <tuple>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "core/device.h"
@@ -123,9 +124,11 @@ void bind_ops(py::module_& m) {
              params.positions = index_array(positions);
            })
       .def("set_page_table",
-           [](AppendParams& params, const IndexNumbers& indices, const IndexNumbers& indptr) {
+           [](AppendParams& params, const IndexNumbers& indices, const IndexNumbers& indptr,
+              std::pair<std::int64_t, std::int64_t> row) {
              params.page_indices = index_array(indices);
              params.page_indptr = index_array(indptr);
+             std::tie(params.table_width, params.table_stride) = row;
            })
       .def("launch", &append_paged_kv, py::arg("device"), py::arg("stream"),
            py::arg("num_threads"));

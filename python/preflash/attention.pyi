@@ -28,7 +28,8 @@ class BatchAttention:
         kv_len_arr: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
         head_dim_vo: int, page_size: int, causal: bool = False, sm_scale: float | None = None,
         logits_soft_cap: float | None = None, q_data_type: str | torch.dtype = torch.bfloat16,
-        kv_data_type: str | torch.dtype = torch.bfloat16, use_profiler: bool = False,
+        kv_data_type: str | torch.dtype = torch.bfloat16, use_profiler: bool = False, *,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     def run(
         self, q: torch.Tensor, kv_cache: KvCache, out: torch.Tensor | None = None,

@@ -288,6 +288,9 @@ class MultiLevelCascadeAttentionWrapper:
                 array per level, each as in BatchPrefillWithPagedKVCacheWrapper.plan(). All
                 qo_indptr begin with one value and end with one, the queries of the batch.
             causal: of the last level; the others' keys all come before.
+            seq_lens_arr, lengths_are_upper_bounds: seq_lens of each level, as in
+                BatchPrefillWithPagedKVCacheWrapper.plan(); None for a level whose lengths of keys
+                are exact.
             window_left, pos_encoding_mode: -1 and "NONE" only with more than one level: a level
                 does not know how many keys come after its own.
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan();
@@ -297,10 +300,13 @@ class MultiLevelCascadeAttentionWrapper:
         arrays = [_per_level(name, getattr(a, name), count) for name in _TABLES.values()]
         if count > 1:
             _check_free_of_distances(a.window_left, a.pos_encoding_mode)
+        seq_lens = _lens_per_level(a.seq_lens_arr, a.lengths_are_upper_bounds, count)
         drafted = []
-        for level, *of_level in zip(self._levels, *arrays, strict=True):
+        for level, lens, *of_level in zip(self._levels, seq_lens, *arrays, strict=True):
             table = dict(zip(_TABLES, of_level, strict=True))
             table["causal"] = a.causal if level is self._levels[-1] else False
+            bounded = a.lengths_are_upper_bounds and lens is not None
+            table |= {"seq_lens": lens, "lengths_are_upper_bounds": bounded}
             drafted.append(level._drafted(converted(a, PagedPlanArguments, **table)))
         first, *others = (level_plan.request.batch for level_plan, _ in drafted)
         for i, batch in enumerate(others, start=1):
@@ -392,12 +398,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         head_dim: int,
         page_size: int,
         data_type: str | torch.dtype = "float16",
+        *,
+        seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False,
     ) -> None:
         """Plans the requests' own pages; the arguments are those of
         BatchDecodeWithPagedKVCacheWrapper.plan() and raise the same."""
         self._own.plan(
             unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads,
-            num_kv_heads, head_dim, page_size, data_type=data_type,
+            num_kv_heads, head_dim, page_size, data_type=data_type, seq_lens=seq_lens,
+            lengths_are_upper_bounds=lengths_are_upper_bounds,
         )  # fmt: skip
 
     @tells_nearest
@@ -449,12 +459,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         *,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
+        seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False,
     ) -> None:
         """Plans the requests' own pages; the arguments are those of
         BatchPrefillWithPagedKVCacheWrapper.plan() and raise the same."""
         self._own.begin_forward(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
             num_kv_heads, head_dim, page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            seq_lens=seq_lens, lengths_are_upper_bounds=lengths_are_upper_bounds,
         )  # fmt: skip
 
     @tells_nearest
@@ -496,6 +509,21 @@ def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor
         raise ValueError(f"{name} has {len(arrays)} tensors; must have num_levels = {num_levels}")
     for i, array in enumerate(arrays):
         check.is_tensor(f"{name}[{i}]", array)
+    return arrays
+
+
+def _lens_per_level(arrays: Any, are_bounds: Any, num_levels: int) -> Sequence[torch.Tensor | None]:
+    """seq_lens of each level; None: its lengths of keys are exact."""
+    check.flag("lengths_are_upper_bounds", are_bounds)
+    if arrays is None:
+        arrays = [None] * num_levels
+    if not isinstance(arrays, (list, tuple)) or len(arrays) != num_levels:
+        raise TypeError(f"seq_lens_arr must be a list of num_levels = {num_levels} tensors or None")
+    if are_bounds and all(lens is None for lens in arrays):
+        raise ValueError(
+            "lengths_are_upper_bounds=True and no seq_lens_arr: pass a list that has int32 "
+            "[batch_size] on the wrapper's device for each level of upper bounds"
+        )
     return arrays
 
 

@@ -54,6 +54,8 @@ class MultiLevelCascadeAttentionWrapper:
         window_left: int = -1, logits_soft_cap: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        *, seq_lens_arr: Sequence[torch.Tensor | None] | None = None,
+        lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     begin_forward = plan
     def run(self, q: torch.Tensor, paged_kv_cache: KvCache) -> torch.Tensor: ...
@@ -64,7 +66,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     def begin_forward(
         self, unique_kv_indptr: torch.Tensor, unique_kv_indices: torch.Tensor,
         unique_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        page_size: int, data_type: str | torch.dtype = "float16",
+        page_size: int, data_type: str | torch.dtype = "float16", *,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor,
@@ -85,6 +88,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         paged_kv_indices: torch.Tensor, paged_kv_last_page_len: torch.Tensor, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, page_size: int, *,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor,

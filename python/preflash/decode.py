@@ -11,7 +11,6 @@ import torch
 from ._check import values as check
 from ._check.arguments import Result, converted
 from ._check.calls import (
-    DecodePlanArguments,
     FastDecodePlanArguments,
     SingleArguments,
     SingleDecodeArguments,
@@ -107,9 +106,4 @@ def fast_decode_plan(self: BatchDecodeWithPagedKVCacheWrapper, a: FastDecodePlan
             "BatchDecodeWithPagedKVCacheWrapper: under patch_flashinfer(), patch before wrappers "
             "are constructed"
         )
-    q_len_per_req, on_host = a.q_len_per_req, a.global_override_indptr_cpu
-    if isinstance(q_len_per_req, torch.Tensor) and on_host is None:
-        q_len_per_req, on_host = 1, q_len_per_req
-    indptr = a.indptr if on_host is None else on_host
-    plan = converted(a, DecodePlanArguments, indptr=indptr, q_len_per_req=q_len_per_req)
-    self._begin_forward(self._as_prefill(plan))
+    self._begin_forward(self._as_prefill(a))

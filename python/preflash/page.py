@@ -138,7 +138,9 @@ def append_paged_kv_cache(
         batch_indices, positions: [nnz] integers: whose each token is and where in its request
             (get_batch_indices_positions). Tokens with batch_indices below 0 are padding.
         paged_kv_cache: as in BatchPrefillWithPagedKVCacheWrapper.run().
-        kv_indices, kv_indptr, kv_last_page_len: int32, the page table after the append.
+        kv_indices, kv_indptr, kv_last_page_len: int32, the page table after the append. kv_indices
+            may be a block table [batch_size, max_pages] with contiguous rows at any distance; of
+            kv_indptr the differences then count: the pages of each request.
         kv_layout: "NHD" or "HND".
 
     Raises:
@@ -165,12 +167,15 @@ def append_paged_kv_cache(
         )
     of_tokens = {"batch_indices": batch_indices, "positions": positions}
     table = {"kv_indices": kv_indices, "kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
+    is_table = isinstance(kv_indices, torch.Tensor) and kv_indices.dim() == 2
     for name, value in (*of_tokens.items(), *table.items()):
-        checks.index_array(name, value)
+        checks.index_array(name, value, dims=2 if is_table and name == "kv_indices" else 1)
         check.on_device(name, value, device)
     for name, value in of_tokens.items():
         check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
     checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    if is_table:
+        checks.block_table("kv_indices", kv_indices, kv_last_page_len.numel())
     if checks.may_be_read(kv_indptr):
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
         checks.in_use(kv_indices, kv_indptr)
@@ -180,8 +185,9 @@ def append_paged_kv_cache(
     if checks.may_be_read(kv_indptr):
         owned = batch_indices >= 0
         request, position = batch_indices[owned].long(), positions[owned].long()
-        used = kv_indices[kv_indptr[request].long() + position // k_cache.shape[1]]
-        checks.pages(used, k_cache.shape[0])
+        nth = position // k_cache.shape[1]
+        used = (request, nth) if is_table else kv_indptr[request].long() + nth
+        checks.pages(kv_indices[used], k_cache.shape[0])
     one_pool = k_cache.data_ptr() == v_cache.data_ptr()
     if one_pool and append_key.data_ptr() != append_value.data_ptr():
         raise ValueError("v_cache lies where k_cache does, and their rows differ; must be apart")
@@ -194,7 +200,11 @@ def append_paged_kv_cache(
     params.set_k(*_row_numbers(key, k_cache))
     params.set_v(*_row_numbers(value, v_cache))
     params.set_places(_index_numbers(batch_indices), _index_numbers(positions))
-    params.set_page_table(_index_numbers(kv_indices), _index_numbers(kv_indptr))
+    row = (kv_indices.shape[1], kv_indices.stride(0)) if is_table else (0, 0)
+    if is_table:
+        extent = (kv_indices.shape[0] - 1) * row[1] + row[0]
+        kv_indices = kv_indices.as_strided((extent,), (1,))
+    params.set_page_table(_index_numbers(kv_indices), _index_numbers(kv_indptr), row)
     on = DeviceStream(device)
     params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
     check.written(k_cache, v_cache)

@@ -98,11 +98,21 @@ FORMS = {
 }
 
 
+def block_table(order: torch.Tensor, indptr: list[int], target) -> torch.Tensor:
+    """The same pages as rows at some distance, with entries of no page behind each request's."""
+    counts = torch.tensor(indptr).diff()
+    table = torch.full((len(counts), int(counts.max()) + 5), 10**6, dtype=torch.int32)
+    for row, begin, count in zip(table, indptr, counts, strict=False):
+        row[:count] = order[begin : begin + count]
+    return target.to(table)[:, : int(counts.max()) + 2]
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_append(target, form, layout, page_size, dtype):
+@pytest.mark.parametrize("as_table", [False, True], ids=["list", "table"])
+def test_append(target, as_table, form, layout, page_size, dtype):
     generator = torch.Generator().manual_seed(page_size)
     before, appended = (0, 21, 4, 7), (19, 1, 0, 16)
     pages = [-(-(a + b) // page_size) for a, b in zip(before, appended, strict=True)]
@@ -129,7 +139,8 @@ def test_append(target, form, layout, page_size, dtype):
     laid_out = [target.to(p if layout == "NHD" else p.transpose(1, 2).contiguous()) for p in pools]
     cache = form(*laid_out)
     starts = ints(target, 0, *torch.tensor(appended).cumsum(0).tolist())
-    table = (target.to(order), ints(target, *indptr), ints(target, *last))
+    pages_of = block_table(order, indptr, target) if as_table else target.to(order)
+    table = (pages_of, ints(target, *indptr), ints(target, *last))
     lengths = preflash.get_seq_lens(table[1], table[2], page_size)
     assert lengths.tolist() == [a + b for a, b in zip(before, appended, strict=True)]
     places = preflash.get_batch_indices_positions(starts, lengths, tokens + 4)  # 4 of padding
@@ -238,6 +249,20 @@ def test_what_the_table_has_no_place_for_is_not_written(target, monkeypatch):
         ints(target, 0, 1, 2), ints(target, 0, 2, 3), ints(target, 4, 4),
     )  # fmt: skip
     assert not cache.any()
+    # Rows of a block table that are 2 wide and 3 apart.
+    table = ints(target, 2, 0, 1, 3, 1, 1).view(2, 3)[:, :2]
+    preflash.append_paged_kv_cache(
+        rows, rows, ints(target, *batch), ints(target, *positions), cache, table,
+        ints(target, 0, 1, 4), ints(target, 4, 4),
+    )  # fmt: skip
+    assert cache[:, 0, :, 0, 0].nonzero().tolist() == [[1, 0], [3, 0], [3, 3]]
+    cache.zero_()
+    for place in (8, 4):  # in the third page, which kv_indptr counts alone; in none of request 0
+        preflash.append_paged_kv_cache(
+            rows[:1], rows[:1], ints(target, int(place == 8)), ints(target, place), cache, table,
+            ints(target, 0, 1, 4), ints(target, 4, 4),
+        )  # fmt: skip
+    assert not cache.any()
 
 
 def test_append_to_slots(target):
@@ -288,6 +313,36 @@ MISTAKES = {
     "below": ("positions", lambda t: t - 1, ValueError, "positions: -1 for request 1"),
     "request": ("batch_indices", lambda t: t + 1, ValueError, "batch_indices holds 2"),
     "page": ("kv_indices", lambda t: t + 3, ValueError, "kv_indices holds pages .* 4"),
+    "rows of a table": (
+        "kv_indices",
+        lambda t: t[None],
+        ValueError,
+        "must have batch_size = 2 rows",
+    ),
+    "columns of a table": (
+        "kv_indices",
+        lambda t: t[:2, None],
+        ValueError,
+        "kv_indices has 1 columns; kv_indptr counts 2 pages",
+    ),
+    "pages of a table": (
+        "kv_indices",
+        lambda t: torch.stack([t[:2] + 3, t[:2]]),
+        ValueError,
+        "kv_indices holds pages .* 4",
+    ),
+    "strides of a table": (
+        "kv_indices",
+        lambda t: torch.stack([t[:2], t[:2]]).t().contiguous().t(),
+        ValueError,
+        "kv_indices has stride 2 in its last",
+    ),
+    "dimensions of a table": (
+        "kv_indices",
+        lambda t: t[None, None],
+        ValueError,
+        "kv_indices has shape .* one-dimensional",
+    ),
     "table": ("kv_indptr", lambda t: t[:-1], ValueError, "kv_last_page_len has 2 elements"),
     "cache": ("paged_kv_cache", lambda t: t[:, :1], ValueError, "paged_kv_cache has shape"),
     "layout": ("kv_layout", lambda _: "DHN", ValueError, "kv_layout"),

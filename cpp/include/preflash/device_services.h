@@ -49,7 +49,7 @@ struct ArrayCopy {
 
 // Rises with the kernels' ABI, whose params the services take, and by itself where this table alone
 // changes: the forward kernels then need not be compiled again.
-inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 2;
+inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 3;
 
 struct DeviceServices {
   int abi_version = kServicesAbiVersion;

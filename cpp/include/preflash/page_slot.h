@@ -34,9 +34,13 @@ PREFLASH_HD inline PageSlot page_slot(const AppendParams& params, std::int64_t t
   // Lengths have 32 bits, and so has the division.
   if (position < 0 || position > INT32_MAX) return {};
   const std::int32_t nth = static_cast<std::int32_t>(position) / params.page_size;
-  const std::int64_t entry = index_at(params.page_indptr, request) + nth;
+  std::int64_t entry = index_at(params.page_indptr, request) + nth;
   // The entry past a request's last one is the next request's page.
   if (entry < 0 || entry >= index_at(params.page_indptr, request + 1)) return {};
+  if (params.table_width > 0) {
+    if (nth >= params.table_width) return {};
+    entry = request * params.table_stride + nth;
+  }
   if (entry >= params.page_indices.count) return {};
   const std::int64_t page = index_at(params.page_indices, entry);
   if (page < 0 || page >= params.num_pages) return {};

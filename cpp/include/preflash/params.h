@@ -246,8 +246,11 @@ struct AppendParams {
   AppendedRows v = {};
   IndexArray batch_indices = {};  // [tokens]; below 0: padding
   IndexArray positions = {};      // [tokens]
-  IndexArray page_indices = {};   // [pages in use]
-  IndexArray page_indptr = {};    // [requests + 1]
+  IndexArray page_indices = {};   // [pages in use], or the memory of a block table
+  IndexArray page_indptr = {};    // [requests + 1]; of a block table it counts the pages alone
+  // Entries of a block table's row, and from one row to the next; 0: page_indices is a list.
+  std::int64_t table_width = 0;
+  std::int64_t table_stride = 0;
   std::int64_t num_tokens = 0;
   std::int64_t num_pages = 0;  // of the pools
   std::int32_t page_size = 0;

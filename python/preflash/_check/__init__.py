@@ -9,6 +9,6 @@ scales      softmax scale and calibration scales -> two factors
 outputs     out, lse and their layout
 extras      optional packages and the pip line that installs each
 pages       the arguments of append_paged_kv_cache and its like
-request     what a plan is made for: checked options, lengths and mask
+request     Request: what a plan is made for
 tensors     the tensors of run() against the request
 """

@@ -58,6 +58,14 @@ def page_table(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int
 
 
 def in_use(indices: torch.Tensor, indptr: torch.Tensor) -> None:
+    if indices.dim() == 2:
+        longest = int(indptr.diff().max()) if indptr.numel() > 1 else 0
+        if longest > indices.shape[1]:
+            raise ValueError(
+                f"kv_indices has {indices.shape[1]} columns; kv_indptr counts {longest} pages of a "
+                "request"
+            )
+        return
     if int(indptr[-1]) > indices.numel():
         raise ValueError(
             f"kv_indices has {indices.numel()} elements; kv_indptr[-1] = {int(indptr[-1])} pages "
@@ -85,11 +93,20 @@ def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
     return tokens
 
 
-def index_array(name: str, value: torch.Tensor) -> None:
+def index_array(name: str, value: torch.Tensor, dims: int = 1) -> None:
     check.tensor(name, value)
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} is {value.dtype}; must be torch.int32 (or int64)")
-    check.has_dims(name, value, 1, "one-dimensional")
+    check.has_dims(name, value, dims, "one-dimensional" if dims == 1 else "[batch_size, pages]")
+
+
+def block_table(name: str, table: torch.Tensor, batch_size: int) -> None:
+    if table.shape[0] != batch_size:
+        raise ValueError(
+            f"{name} has shape {tuple(table.shape)}; a block table must have batch_size = "
+            f"{batch_size} rows"
+        )
+    check.contiguous_rows(name, table)
 
 
 def one_per_request(name: str, value: torch.Tensor, indptr_name: str, indptr: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """The wrapper classes: plan() once, run() for every layer.
 
-batch           what all of them have; state, graph and options are its parts
+batch           what all of them have; plan, graph and options are its parts
 paged, ragged   prefill and append; decode: one query per request
 mixed, ranges   BatchAttention; spans that see themselves both ways
 single          one request: plans that are remembered

@@ -10,7 +10,12 @@ import torch
 
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
-from .._check.calls import DecodeForwardArguments, DecodePlanArguments, PagedPlanArguments
+from .._check.calls import (
+    DecodeForwardArguments,
+    DecodePlanArguments,
+    FastDecodePlanArguments,
+    PagedPlanArguments,
+)
 from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
@@ -152,20 +157,26 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         with renamed(_NAMES):
             return super()._workspace_size(self._as_prefill(a))
 
-    def _as_prefill(self, a: DecodePlanArguments) -> PagedPlanArguments:
+    def _as_prefill(self, a: DecodePlanArguments | FastDecodePlanArguments) -> PagedPlanArguments:
         q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
-        q_len = 1 if a.q_len_per_req is None else check.positive("q_len_per_req", a.q_len_per_req)
+        q_len, indptr = a.q_len_per_req, a.indptr
+        if type(a) is FastDecodePlanArguments:
+            on_host = a.global_override_indptr_cpu
+            if isinstance(q_len, torch.Tensor) and on_host is None:
+                q_len, on_host = 1, q_len
+            indptr = indptr if on_host is None else on_host
+        q_len = 1 if q_len is None else check.positive("q_len_per_req", q_len)
         qo_indptr = _one_query_each(a.last_page_len)
         if q_len > 1:
             qo_indptr = qo_indptr * q_len
         # Here, where the two have the names that the caller knows.
-        if check.is_tensor("indptr", a.indptr).numel() != qo_indptr.numel():
+        if check.is_tensor("indptr", indptr).numel() != qo_indptr.numel():
             raise ValueError(
-                f"indptr has {a.indptr.numel()} elements and last_page_len "
+                f"indptr has {indptr.numel()} elements and last_page_len "
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
             )
         return converted(
-            a, PagedPlanArguments, qo_indptr=qo_indptr, paged_kv_indptr=a.indptr,
+            a, PagedPlanArguments, qo_indptr=qo_indptr, paged_kv_indptr=indptr,
             paged_kv_indices=a.indices, paged_kv_last_page_len=a.last_page_len, causal=q_len > 1,
             q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip

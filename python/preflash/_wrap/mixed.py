@@ -68,23 +68,31 @@ class BatchAttention(OverPages):
         q_data_type: str | torch.dtype = torch.bfloat16,
         kv_data_type: str | torch.dtype = torch.bfloat16,
         use_profiler: bool = False,
+        *,
+        seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False,
     ) -> None:
         """Chooses a kernel and makes its work list for a batch of these lengths.
 
         Args:
             qo_indptr: [batch_size + 1] int32, first token of each request in q.
             kv_indptr: [batch_size + 1] int32, first entry of each request in kv_indices.
-            kv_indices: at least [kv_indptr[-1]] int32, pages.
+            kv_indices: at least [kv_indptr[-1]] int32, pages; or a block table [batch_size,
+                max_pages], of whose rows kv_indptr counts the entries.
             kv_len_arr: [batch_size] integers, keys of each request; read on the host, like the
                 indptr arrays. A request may have more pages than its keys need.
             use_profiler: False only.
+            seq_lens, lengths_are_upper_bounds: with True, kv_len_arr has upper bounds, and run()
+                reads the lengths of keys from seq_lens.
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         A CUDA graph replays the plan that it captured.
         """
         check.neutral("use_profiler", use_profiler, False)
         page = check.integer("page_size", page_size, at_least=1)
-        check.index_array("kv_indices", kv_indices, self.device)
+        is_table = isinstance(kv_indices, torch.Tensor) and kv_indices.dim() == 2
+        if not is_table:
+            check.index_array("kv_indices", kv_indices, self.device)
         at = check.index_array("kv_indptr", kv_indptr, self.device).cpu()
         integers = (torch.int32, torch.int64)
         lengths = check.index_array("kv_len_arr", kv_len_arr, self.device, integers).cpu()
@@ -108,7 +116,9 @@ class BatchAttention(OverPages):
                 f"kv_len_arr[{request}] = {int(lengths[request])}: must be in [0, "
                 f"{int(given[request]) * page}], what the request's pages hold"
             )
-        if bool((needed < given).any()):
+        if is_table:
+            at = torch.nn.functional.pad(needed.cumsum(0), (1, 0)).to(torch.int32)
+        elif bool((needed < given).any()):
             at, kv_indices, _ = picked(kv_indices, at[:-1], lengths, page)
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
         cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
@@ -117,6 +127,7 @@ class BatchAttention(OverPages):
                 qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
                 causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
                 kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
+                seq_lens=seq_lens, lengths_are_upper_bounds=lengths_are_upper_bounds,
             )  # fmt: skip
         self._logits_soft_cap = cap
 

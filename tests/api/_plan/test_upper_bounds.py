@@ -244,3 +244,57 @@ def test_refusals(target, monkeypatch):
         r"seq_lens\[1\] = 91: must be in \[0, 90\]",
         seq_lens=lens_of(inputs, (300, 91, 7, 0, 130)),
     )
+
+
+def test_one_launch_of_mixed_requests(target):
+    """BatchAttention, with a page list and with a block table."""
+    inputs = build(PAGED, device=target.device)
+    table = torch.full((5, 24), 10**6, dtype=torch.int32)
+    for row, pages in zip(table, inputs.page_table, strict=True):
+        row[: len(pages)] = torch.tensor(pages)
+    table = target.to(table)[:, :20]
+    for pages in (inputs.indices, table):
+        wrapper = preflash.BatchAttention(device=target.device, backend=target.backend)
+        lens = lens_of(inputs, BOUNDS)
+        wrapper.plan(
+            inputs.qo_indptr, inputs.kv_indptr, pages, lens.clone(), 4, 2, 64, 64, 16, causal=True,
+            q_data_type=PAGED.dtype, kv_data_type=PAGED.dtype, seq_lens=lens,
+            lengths_are_upper_bounds=True,
+        )  # fmt: skip
+        for kv_lens in RUNS:
+            lens.copy_(lens_of(inputs, kv_lens))
+            given = without_keys_behind(inputs, kv_lens)
+            out, lse = wrapper.run(given.q, given.cache)
+            runner.compare(given, out, lse, expected_of(inputs, kv_lens)).check()
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_a_shared_prefix(target, decode):
+    case = dataclasses.replace(DECODE if decode else PAGED, num_qo_heads=4, mask=MaskKind.NONE)
+    inputs = build(case, device=target.device)
+    kind = "Decode" if decode else "Prefill"
+    wrapper = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")(
+        runner.workspace(target.device)
+    )
+    lens = lens_of(inputs, BOUNDS)
+    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    if decode:
+        types = {"data_type": case.dtype}
+    else:
+        table, types = (inputs.qo_indptr, *table), {"q_data_type": case.dtype}
+    wrapper.begin_forward(
+        *table, 4, 2, 64, 16, **types, seq_lens=lens, lengths_are_upper_bounds=True
+    )
+    k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
+    kv_lens = RUNS[3]
+    lens.copy_(lens_of(inputs, kv_lens))
+    given = without_keys_behind(inputs, kv_lens)
+    out = wrapper.forward(given.q, k, v, given.cache)
+    parts = []
+    for i, now in enumerate(kv_lens):
+        one = inputs.request(i)
+        keys, values = torch.cat([k, one.k[:now]]), torch.cat([v, one.v[:now]])
+        parts.append(attend(one.q, keys, values, inputs.pipeline))
+    expected = concatenate(parts)
+    expected.spread = expected.spread + 2 * expected.out.abs()  # roundings of the merge
+    runner.compare(given, out, None, expected).check()

@@ -152,6 +152,25 @@ def test_a_refused_plan_changes_no_level(target, mistake):
     compare(wrapper.run(tree.q, tree.cache), None, tree.expected(Pipeline(SCALE))).check()
 
 
+def test_upper_bounds_of_a_level(target):
+    """The own level of the requests is planned with full last pages, whose tail is NaN."""
+    tree, wrapper = made(target)
+    tables = [list(arrays) for arrays in tree.tables]
+    own = [keys for _, keys in LEVELS[-1]]
+    tables[3][-1] = torch.full_like(tables[3][-1], PAGE)
+    lens = torch.tensor(own, dtype=torch.int32, device=target.device)
+    options = {"causal": True, "q_data_type": torch.bfloat16, "lengths_are_upper_bounds": True}
+    heads = (HEADS, KV_HEADS, DIM, PAGE)
+    wrapper.plan(*tables, *heads, **options, seq_lens_arr=[None, None, lens])
+    out = wrapper.run(tree.q, tree.cache)
+    compare(out, None, tree.expected(Pipeline(SCALE, causal=True))).check()
+    for wrong, match in ((None, "no seq_lens_arr"), ([None] * 3, "no seq_lens_arr")):
+        with pytest.raises(ValueError, match=match):
+            wrapper.plan(*tables, *heads, **options, seq_lens_arr=wrong)
+    with pytest.raises(TypeError, match="list of num_levels = 3 tensors or None"):
+        wrapper.plan(*tables, *heads, **options, seq_lens_arr=[lens])
+
+
 def test_an_interrupted_plan_is_told(target, monkeypatch):
     """No run merges levels of two batches."""
     tree, wrapper = made(target)
