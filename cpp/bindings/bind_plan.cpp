@@ -161,26 +161,15 @@ void bind_places(py::module_& m) {
   py::class_<Uploader, std::shared_ptr<Uploader>>(m, "Uploader")
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("device", &Uploader::device);
-  py::class_<Captured>(m, "Captured")
-      .def_readonly("q_tokens", &Captured::q_tokens)
-      .def_readonly("kv_extent", &Captured::kv_extent)
-      .def_readonly("page_size", &Captured::page_size);
   py::class_<Place, std::shared_ptr<Place>>(m, "Place")
       .def_readonly("buffer", &Place::buffer)
       .def_property(
           "shared", [](const Place& place) { return place.shared.load(); },
           [](Place& place, bool shared) { place.shared = shared; })
-      .def_property_readonly("held", &Place::held)
       .def_property_readonly("is_captured",
                              [](const Place& place) { return place.held() != nullptr; })
-      .def_property_readonly("captured",
-                             [](const Place& place) -> py::object {
-                               const auto segments = place.captured();
-                               if (!segments) return py::none();
-                               py::list captured;
-                               for (const Captured& one : *segments) captured.append(one);
-                               return captured;
-                             })
+      .def("check_captured", &Place::check_captured, py::arg("segment"), py::arg("batch"),
+           py::arg("largest_page"))
       .def(
           "set_lengths",
           [](const Place& place, Address qo_indptr, Address kv_indptr, Address kv_lens,

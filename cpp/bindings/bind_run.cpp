@@ -72,21 +72,21 @@ PyObject* bound_run(PyObject*, PyObject* const* given, Py_ssize_t count) {
 PyMethodDef bound_definition = fast_definition(
     "bound_run", &bound_run, "The function that runs a placed plan, for any layer.");
 
-// Adds a copy of an int32 array into the beginning of a buffer. copy: the buffer, the array, and
-// the most elements. Arrays that are not contiguous and one-dimensional on the host are copied by
-// Python.
+// Adds a copy of an int32 array into the beginning of a buffer, unless the array is that beginning.
+// copy: the buffer, the array, and the most elements. Arrays that are not contiguous and
+// one-dimensional on the host are copied by Python.
 void add_copy(const BoundRun& run, py::handle copy, std::vector<HostCopy>* copies) {
   if (!PyTuple_Check(copy.ptr()) || PyTuple_GET_SIZE(copy.ptr()) != 3) {
     throw py::type_error("a copy is (buffer, array, most)");
   }
   PyObject* const* const items = &PyTuple_GET_ITEM(copy.ptr(), 0);
   const auto to = run.torch().read(items[0]), from = run.torch().read(items[1]);
-  if (!to || !from || from->device.type != dlpack::kCpu || from->ndim != 1 ||
-      (from->strides[0] != 1 && from->shape[0] > 1)) {
+  const bool flat = to && from && from->ndim == 1 && (from->strides[0] == 1 || from->shape[0] <= 1);
+  if (flat && from->device == to->device && from->address() == to->address()) return;
+  if (!flat || from->device.type != dlpack::kCpu) {
     run.functions().copy(py::handle(items[0]), py::handle(items[1]), py::handle(items[2]));
     return;
   }
-  if (from->address() == to->address()) return;
   const std::int64_t elements = std::min(from->shape[0], argument<std::int64_t>(items, 2));
   copies->push_back({.to = pointer<void>(to->address()),
                      .from = pointer<const void>(from->address()),

@@ -7,6 +7,7 @@
 #include <span>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/fast_call.h"
@@ -156,15 +157,27 @@ py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader
   return py::int_(batch.set_page_indices(pages->data(), used, std::move(into)));
 }
 
-// (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader, buffer of page indices):
+// (qo_indptr, kv_indptr, page_indices, last_page_len, page_size, uploader, buffer of page indices):
 // tensors but for page_size and an uploader; the last two may be None. page_size 0: ragged, without
 // tensors of pages.
 py::object batch_of(const HostArrays& torch, PyObject* const* given) {
   const int page_size = static_cast<int>(PyLong_AsLong(given[4]));
   const bool paged = page_size > 0;
   std::optional<Indices> arrays[3];
+  const auto* uploader = py::handle(given[5]).cast<const Uploader*>();
+  std::vector<std::int32_t> ones;
   for (int i = 0; i < (paged ? 3 : 2); ++i) {
-    arrays[i] = elements(torch, given[i]);
+    PyObject* const array = given[i == 2 ? 3 : i];
+    arrays[i] = elements(torch, array);
+    if (!arrays[i] && i == 2 && page_size == 1 && !debugging()) {
+      // A page of one token holds one: no wait to hear it from the GPU.
+      const auto gpu = gpu_of(torch.torch->read(given[6]), uploader);
+      if (!gpu || *gpu == kHost) return py::none();
+      const auto remote = elements(torch, array, *gpu);
+      if (!remote) return py::none();
+      ones.assign(remote->size(), 1);
+      arrays[i] = ones;
+    }
     if (!arrays[i]) return py::none();
   }
   const auto& [qo_indptr, kv_indptr, last_page_len] = arrays;
@@ -181,8 +194,7 @@ py::object batch_of(const HostArrays& torch, PyObject* const* given) {
                                           .page_size = page_size});
   py::object largest = py::none();
   if (paged) {
-    const auto* uploader = py::handle(given[5]).cast<const Uploader*>();
-    largest = attach_pages(torch, given[3], uploader, given[6], *batch);
+    largest = attach_pages(torch, given[2], uploader, given[6], *batch);
   }
   return py::make_tuple(std::move(batch), std::move(largest));
 }

@@ -14,6 +14,12 @@ Place::Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Tor
       tensor(std::move(tensor)),
       capacity_(capacity) {}
 
+void Place::check_captured(int segment, const Batch& batch, std::int64_t largest_page) const {
+  if (const auto tensors = held()) tensors->check();
+  const std::lock_guard lock(guard_);
+  if (captured_) (*captured_)[segment].check(batch, largest_page);
+}
+
 void Place::note_capture(const PerSegment<RunTensors>& tensors, const py::object& partials) {
   auto held =
       std::make_shared<HeldMemory>(torch, "a CUDA graph has captured a run()",

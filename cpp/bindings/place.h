@@ -25,16 +25,16 @@ class Place : public DevicePlan {
   // Records that a CUDA graph captured a run: later plans are written where the graph reads them.
   void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
 
+  // Throws std::invalid_argument if graphs that captured a run could not go on with a batch in this
+  // segment: tensors that they hold have other memory, or are too small. largest_page: -1 if not
+  // known.
+  void check_captured(int segment, const Batch& batch, std::int64_t largest_page) const;
+
   // True if a CUDA graph that captured the plan, or a copied wrapper, may still run it.
   std::atomic<bool> shared = false;
   const std::shared_ptr<const Torch> torch;
   const pybind11::object buffer, tensor;
 
-  // Largest captured tensors of each segment; none: no graph has captured a run.
-  std::optional<PerSegment<Captured>> captured() const {
-    const std::lock_guard lock(guard_);
-    return captured_;
-  }
   // Tensors whose addresses graphs hold; null: no graph has captured a run.
   std::shared_ptr<HeldMemory> held() const {
     const std::lock_guard lock(guard_);

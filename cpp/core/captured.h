@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
+#include "core/batch.h"
 #include "core/launch.h"
 
 namespace preflash {
@@ -27,6 +30,31 @@ struct Captured {
     return {.q_tokens = std::max(q_tokens, other.q_tokens),
             .kv_extent = std::max(kv_extent, other.kv_extent),
             .page_size = std::max(page_size, other.page_size)};
+  }
+
+  // Throws std::invalid_argument if a batch reaches beyond these tensors. largest_page: of the
+  // batch; -1: not known, or ragged.
+  void check(const Batch& batch, std::int64_t largest_page) const {
+    const std::string has = ": a CUDA graph has captured a run() with ";
+    const std::string larger =
+        "; capture it with as many as the largest batch has, or use another wrapper";
+    if (batch.qo_end() > q_tokens) {
+      throw std::invalid_argument("qo_indptr[-1] = " + std::to_string(batch.qo_end()) + has +
+                                  std::to_string(q_tokens) + " rows of q" + larger);
+    }
+    if (page_size != batch.page_size()) {
+      throw std::invalid_argument("page_size=" + std::to_string(batch.page_size()) + has +
+                                  "pages of " + std::to_string(page_size) +
+                                  ", which it holds on to; use another wrapper");
+    }
+    if (page_size == 0 && batch.kv_end() > kv_extent) {
+      throw std::invalid_argument("kv_indptr[-1] = " + std::to_string(batch.kv_end()) + has +
+                                  std::to_string(kv_extent) + " tokens in k and v" + larger);
+    }
+    if (largest_page >= kv_extent) {
+      throw std::invalid_argument("paged_kv_indices holds " + std::to_string(largest_page) + has +
+                                  std::to_string(kv_extent) + " pages, so an index must be less");
+    }
   }
 };
 

@@ -214,10 +214,10 @@ def paged_batches(
 ) -> Callable[
     [Any, Any, Any, Any, int, Uploader | None, Any], tuple[Batch, int | Literal[True] | None] | None
 ]:
-    """The function (qo_indptr, kv_indptr, last_page_len, page_indices, page_size, uploader, buffer)
-    that makes a batch of contiguous one-dimensional int32 tensors on the CPU; None where the first
-    three are others, or do not fit each other. page_size 0: ragged, without pages. buffer: where a
-    CUDA graph reads the page indices; None: the batch takes those on the CPU over.
+    """The function (qo_indptr, kv_indptr, page_indices, last_page_len, page_size, uploader, buffer)
+    that makes a batch of contiguous one-dimensional int32 tensors on the CPU; None where an array
+    but page_indices is another, or they do not fit each other. page_size 0: ragged, without pages.
+    buffer: where a CUDA graph reads the page indices; None: the batch takes those on the CPU over.
 
     With the batch comes the largest page index; True for indices on the GPU; None for others."""
 
@@ -338,13 +338,6 @@ def plan(
     """The plan of one launch. segments: one or two, each (options, batch, graph_max_rows,
     graph_mask_bytes)."""
 
-class Captured:
-    """What CUDA graphs hold of the tensors of one segment of their runs, the largest of each."""
-
-    q_tokens: Final[int]
-    kv_extent: Final[int]  # pages, or tokens where there are none
-    page_size: Final[int]  # 0: ragged
-
 class Place:
     """Memory for a work list, where one plan at a time is."""
 
@@ -356,13 +349,9 @@ class Place:
     def is_captured(self) -> bool:
         """True if a CUDA graph has captured a run."""
 
-    @property
-    def captured(self) -> list[Captured] | None:
-        """Of each segment; None: no graph has captured a run."""
-
-    @property
-    def held(self) -> HeldMemory | None:
-        """What graphs hold the addresses of; None: no graph does."""
+    def check_captured(self, segment: int, batch: Batch, largest_page: int) -> None:
+        """Raises ValueError if graphs could not go on with a batch in this segment: tensors that
+        they hold have other memory, or are too small. largest_page: -1 if not known."""
 
     def set_lengths(
         self,

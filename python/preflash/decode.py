@@ -106,4 +106,4 @@ def fast_decode_plan(self: BatchDecodeWithPagedKVCacheWrapper, a: FastDecodePlan
             "BatchDecodeWithPagedKVCacheWrapper: under patch_flashinfer(), patch before wrappers "
             "are constructed"
         )
-    self._begin_forward(self._as_prefill(a))
+    self._begin_forward(*self._as_prefill(a))

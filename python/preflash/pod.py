@@ -109,7 +109,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     @check.eager
     def _plan(self, a: DecodePlanArguments) -> None:
         decode, joints = self._decode, self._joints
-        plan, copy_in = decode._drafted(decode._as_prefill(a))
+        plan, copy_in = decode._drafted(*decode._as_prefill(a))
         graph_drafts = joints.drafts(plan.request) if decode.is_cuda_graph_enabled else []
         decode._install(plan, copy_in)
         joints.forget()

@@ -27,8 +27,8 @@ def arrays() -> dict[str, torch.Tensor]:
     return {
         "qo_indptr": ints(0, 3, 5),
         "kv_indptr": ints(1, 3, 6),
-        "last_page_len": ints(4, 16),
         "page_indices": ints(-1, 7, 2, 9, 4, 5),
+        "last_page_len": ints(4, 16),
     }
 
 
@@ -130,12 +130,12 @@ def test_many_page_indices(paged_batch, uploaders):
     kept = []
     for i, count in enumerate((20_000, 30_000, 16_383, 16_384, 70_000, 20_000)):
         pages = torch.randperm(count, dtype=torch.int32)
-        batch, largest = paged_batch(one, one * count, two, pages, 16, uploader, None)
+        batch, largest = paged_batch(one, one * count, pages, two, 16, uploader, None)
         assert largest == count - 1
         kept.append((batch, pages.tolist()))
         pages.fill_(-1)
         with pytest.raises(ValueError, match="paged_kv_indices holds -1;"):
-            paged_batch(one, one * count, two, pages, 16, uploader, None)
+            paged_batch(one, one * count, pages, two, 16, uploader, None)
         if i % 2:
             del kept[0]
         for batch, expected in kept:

@@ -4,7 +4,7 @@ and form, and copies them to the host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,29 +17,46 @@ from .request import PageList, Request
 _batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
 
 
+class IndexArrays(NamedTuple):
+    """The index arrays of one plan(), not checked. Ragged: without pages."""
+
+    qo_indptr: Any
+    kv_indptr: Any
+    indices: Any = None
+    last_page_len: Any = None
+
+
+def index_arrays(a: BatchArguments) -> IndexArrays:
+    if isinstance(a, RaggedPlanArguments):
+        return IndexArrays(a.qo_indptr, a.kv_indptr)
+    return IndexArrays(a.qo_indptr, a.paged_kv_indptr, a.paged_kv_indices, a.paged_kv_last_page_len)
+
+
 def batch_lengths(
+    arrays: IndexArrays,
     a: BatchArguments,
     device: torch.device,
     indices_buf: torch.Tensor | None = None,
     uploader: _core.Uploader | None = None,
 ) -> tuple[_core.Batch, PageList | None]:
-    """The lengths of the requests in the arguments of plan(), and the pages that hold their keys;
-    None if ragged. The planner checks the values of indptr.
+    """The lengths of the requests of plan(), and the pages that hold their keys; None if ragged.
+    The planner checks the values of indptr.
 
-    indices_buf: where plan() will put the page indices, for CUDA graphs. uploader: what will bring
-    them to the device otherwise, if that is known.
+    a: page_size, and whether the lengths are upper bounds. indices_buf: where plan() will put the
+    page indices, for CUDA graphs. uploader: what will bring them to the device otherwise, if that
+    is known.
     """
     if isinstance(a, RaggedPlanArguments):
-        found = _batch_of_usual(a.qo_indptr, a.kv_indptr, None, None, 0, None, None)
+        found = _batch_of_usual(*arrays, 0, None, None)
         if found is not None:
             return found[0], None
-        arrays = {"qo_indptr": a.qo_indptr, "kv_indptr": a.kv_indptr}
-        return _checked_batch(arrays, 0, device), None
-    page_size, indices = check.integer("page_size", a.page_size, at_least=1), a.paged_kv_indices
+        named = {"qo_indptr": arrays.qo_indptr, "kv_indptr": arrays.kv_indptr}
+        return _checked_batch(named, 0, device), None
+    page_size = check.integer("page_size", a.page_size, at_least=1)
+    qo_indptr, kv_indptr, indices, last_page_len = arrays
     found = _batch_of_usual(
-        a.qo_indptr, a.paged_kv_indptr, a.paged_kv_last_page_len, indices, page_size, uploader,
-        indices_buf,
-    )  # fmt: skip
+        qo_indptr, kv_indptr, indices, last_page_len, page_size, uploader, indices_buf
+    )
     batch, largest = found or (None, None)
     if largest is True:  # on the GPU
         return batch, PageList(indices, indices if indices_buf is None else indices_buf, None)
@@ -49,10 +66,12 @@ def batch_lengths(
     if not is_table:
         indices = check.index_array("paged_kv_indices", indices, device)
     if batch is None:
-        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len")
-        batch = _checked_batch({name: getattr(a, name) for name in names}, page_size, device)
+        named = {"qo_indptr": qo_indptr, "paged_kv_indptr": kv_indptr}
+        named["paged_kv_last_page_len"] = last_page_len
+        batch = _checked_batch(named, page_size, device)
     if is_table:
-        return batch, _block_table(batch, a, device, indices_buf)
+        exact = a.lengths_are_upper_bounds is False
+        return batch, _block_table(batch, indices, exact, device, indices_buf)
     return batch, _attach_page_indices(batch, indices, indices_buf, uploader)
 
 
@@ -150,14 +169,18 @@ def _attach_page_indices(
 
 
 def _block_table(
-    batch: _core.Batch, a: PagedPlanArguments, device: torch.device, buffer: torch.Tensor | None
+    batch: _core.Batch,
+    table: torch.Tensor,
+    exact: bool,
+    device: torch.device,
+    buffer: torch.Tensor | None,
 ) -> PageList:
     """Takes the pages from a block table [batch_size, max_pages]. Kernels read it in place on their
     device; one on the CPU for a GPU is uploaded as a page list. Pages behind the number of keys
     that only a run knows may be anything."""
     most = -(-batch.max_kv_len // batch.page_size)
-    shape, exact = (batch.num_requests, most), a.lengths_are_upper_bounds is False
-    table = check.page_table("paged_kv_indices", a.paged_kv_indices, shape, device)
+    shape = (batch.num_requests, most)
+    table = check.page_table("paged_kv_indices", table, shape, device)
     if table.shape[1] > 1 and table.stride(1) != 1:
         raise ValueError(
             f"paged_kv_indices has strides {tuple(table.stride())}; the rows of a block table must "

@@ -62,6 +62,6 @@ class Request(NamedTuple):
         return self.batch.page_size
 
     @property
-    def largest_page(self) -> int | None:
-        """Largest page index; None if unknown or ragged."""
-        return None if self.pages is None else self.pages.largest
+    def largest_page(self) -> int:
+        """Largest page index; -1 if unknown or ragged."""
+        return -1 if self.pages is None or self.pages.largest is None else self.pages.largest

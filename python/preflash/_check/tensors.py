@@ -153,7 +153,7 @@ def _check_pages(name: str, value: Any, head_dim: int, request: Request) -> KvNu
     meaning = f"{_cache_shape(request, 1)} as planned, {request.kv_layout}"
     meaning += _layout_hint(value, (pages, *wanted), request)
     check.has_shape(name, value, (pages, *wanted), meaning)
-    if request.largest_page is not None and request.largest_page >= pages:
+    if request.largest_page >= pages:
         raise ValueError(
             f"paged_kv_indices holds {request.largest_page}; {name} has {pages} pages, so an "
             f"index must be less than {pages}"

@@ -44,8 +44,10 @@ class Buffer:
 def order_behind_users(buffers: Iterable[Buffer], device_stream: DeviceStream) -> None:
     """Orders the current stream after all earlier uses of their memory. NOTE: not after a stream
     that is being captured: the current one would become part of the capture."""
+    streams: set[int | None] = set()
     buffers = [buffer for buffer in buffers if buffer._streams]
-    streams: set[int | None] = set().union(*(buffer._streams for buffer in buffers))
+    for buffer in buffers:
+        streams |= buffer._streams
     for stream in streams - {None, device_stream.stream()}:
         if not _core.is_capturing(device_stream.ordinal, stream):
             device_stream.wait_for(stream)

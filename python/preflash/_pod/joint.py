@@ -21,7 +21,6 @@ from .._device.buffers import order_behind_users
 from .._device.workspace import Workspace
 from .._plan import masks, pipeline
 from .._run.variant import PlannedVariant, SegmentRun, of_side
-from .._wrap.graph import check_captured
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .._wrap.plan import Plan
 
@@ -184,7 +183,7 @@ class Joints:
         if joined:
             self._decode._graph.check_kv_lens(decode.kv_lens)
         for _, joint in joined:
-            check_captured(joint.launch.place, 1, decode)
+            joint.launch.place.check_captured(1, decode.batch, decode.largest_page)
         for key, joint in joined:
             sides, backend = _both_sides(joint, decode), joint.launch.backend
             found.append((key, joint, pipeline.plan(joint.workspace, backend, *sides)))

@@ -26,6 +26,7 @@ from .._check.arguments import (
     taken_by_position,
 )
 from .._check.calls import BatchArguments, ForwardArguments
+from .._check.lengths import IndexArrays
 from .._check.options import batch_options
 from .._check.outputs import Outputs, run_outputs
 from .._check.request import Request
@@ -122,8 +123,9 @@ class BatchPrefillWrapper(EngineAttributes):
 
     # Planning.
 
-    def _request(self, a: BatchArguments) -> Request:
-        """Checks everything but hints, the mask, and the values of indptr (the planner does)."""
+    def _request(self, a: BatchArguments, arrays: IndexArrays | None = None) -> Request:
+        """Checks everything but hints, the mask, and the values of indptr (the planner does).
+        arrays: instead of those of `a`."""
         given = batch_options(a)
         options, workspace, graph = given.options, self._plan.workspace, self._graph
         device, kv_layout = workspace.device_stream.device, self._kv_layout
@@ -132,7 +134,11 @@ class BatchPrefillWrapper(EngineAttributes):
             if to_tokens(a, options, device, buffers):
                 kv_layout = "HND"
         batch, pages = _lengths.batch_lengths(
-            a, device, graph and graph.buffers.indices, workspace.known_uploader
+            arrays or _lengths.index_arrays(a),
+            a,
+            device,
+            graph and graph.buffers.indices,
+            workspace.known_uploader,
         )
         kv_lens = None
         if a.lengths_are_upper_bounds is not False:
@@ -157,15 +163,18 @@ class BatchPrefillWrapper(EngineAttributes):
         )  # fmt: skip
 
     @check.eager
-    def _make_plan(self, a: BatchArguments) -> None:
-        self._install(*self._drafted(a))
+    def _make_plan(self, a: BatchArguments, arrays: IndexArrays | None = None) -> None:
+        self._install(*self._drafted(a, arrays))
 
     @check.eager
-    def _begin_forward(self, a: BatchArguments) -> None:
-        self._install(*self._drafted(a, self._plan.last_forward))
+    def _begin_forward(self, a: BatchArguments, arrays: IndexArrays | None = None) -> None:
+        self._install(*self._drafted(a, arrays, self._plan.last_forward))
 
     def _drafted(
-        self, a: BatchArguments, forward: Mapping[str, Any] | None = None
+        self,
+        a: BatchArguments,
+        arrays: IndexArrays | None = None,
+        forward: Mapping[str, Any] | None = None,
     ) -> tuple[Plan, CopyIn | None]:
         """A plan that has passed every check, whose variants have no place yet; the wrapper is as
         it was. With use_cuda_graph=True also the call that fills the buffers.
@@ -177,7 +186,7 @@ class BatchPrefillWrapper(EngineAttributes):
             if self._graph is None:
                 self._take_graph_buffers()
             self._graph.check_may_plan()
-        before, graph, request = self._plan, self._graph, self._request(a)
+        before, graph, request = self._plan, self._graph, self._request(a, arrays)
         workspace, primary, usual, others = before.workspace, None, None, {}
         if forward is not None:
             other = with_forward(request.options, forward)
@@ -213,7 +222,8 @@ class BatchPrefillWrapper(EngineAttributes):
                     again = request._replace(options=options)
                     others[options] = self._planned_for(workspace, again)
             usual = usual or others.get(request.options)
-            copy_in = functools.partial(graph.copy_in, a, request.batch, mask)
+            arrays = arrays or _lengths.index_arrays(a)
+            copy_in = functools.partial(graph.copy_in, arrays, request.batch, mask)
         plan = Plan(
             workspace, request, usual, primary, others, {}, shared, request.graph_rows, captured,
             before.last_forward,
@@ -288,11 +298,13 @@ class BatchPrefillWrapper(EngineAttributes):
             plan.keep(options, found)
         return found
 
-    def _workspace_size(self, a: BatchArguments) -> tuple[int, int]:
+    def _workspace_size(
+        self, a: BatchArguments, arrays: IndexArrays | None = None
+    ) -> tuple[int, int]:
         name = self._requested_backend.name
         if self._awaits_buffers:
             self._take_graph_buffers()
-        return pipeline.workspace_size(name, self._request(a))
+        return pipeline.workspace_size(name, self._request(a, arrays))
 
     # Running.
 

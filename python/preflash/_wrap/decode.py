@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import (
@@ -16,6 +18,7 @@ from .._check.calls import (
     FastDecodePlanArguments,
     PagedPlanArguments,
 )
+from .._check.lengths import IndexArrays
 from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
@@ -51,6 +54,13 @@ _NAMES = {
     "paged_kv_last_page_len": "last_page_len",
 }
 
+# The arguments of a call but for its index arrays, as a tuple.
+_ARRAYS = ("indptr", "indices", "last_page_len", "global_override_indptr_cpu", "q_len_per_req")
+_options_of = {
+    kind: operator.attrgetter(*(name for name in kind.__slots__ if name not in _ARRAYS))
+    for kind in (DecodePlanArguments, FastDecodePlanArguments)
+}
+
 # A call of plan() that run(q_len_per_req=...) may repeat, and the versions of its arrays.
 _MadeFrom = tuple[DecodePlanArguments, tuple[int, ...] | None]
 
@@ -80,6 +90,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _takes_cudnn = False
     _had_several = False  # True once a plan() had several queries per request
+    # The options of the last plan(), and what they are for a paged plan().
+    _last_options: tuple[tuple, PagedPlanArguments | None] = ((), None)
     _made_from: _MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
 
     @tells_nearest
@@ -106,8 +118,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         given = self._given_buffers
         last_page_len = given["paged_kv_last_page_len_buf"]
         if given["qo_indptr_buf"] is None and isinstance(last_page_len, torch.Tensor):
-            qo_indptr = _one_query_each(last_page_len).to(last_page_len.device, copy=True)
+            each = _one_query_each(last_page_len)
+            qo_indptr = each.to(last_page_len.device, copy=True)
             self._given_buffers = {**given, "qo_indptr_buf": qo_indptr}
+            super()._take_graph_buffers()
+            self._graph.filled_with = each
+            return
         super()._take_graph_buffers()
 
     @property
@@ -131,17 +147,17 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             The others, fixed_split_size (in keys) included, and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
-        super()._make_plan(self._as_prefill(a))
+        super()._make_plan(*self._as_prefill(a))
         self._made_from = (a, _versions(a))
 
     @takes(DecodePlanArguments)
     def begin_forward(self, a: DecodePlanArguments) -> None:
         """plan(), but made for what forward() last asked for, as in
         BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""
-        self._begin_forward(self._as_prefill(a))
+        self._begin_forward(*self._as_prefill(a))
 
-    def _begin_forward(self, a: PagedPlanArguments) -> None:
-        super()._begin_forward(a)
+    def _begin_forward(self, *a: Any) -> None:
+        super()._begin_forward(*a)
         self._made_from = None
 
     def _drafted(self, *args: Any) -> Any:
@@ -155,10 +171,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """(float_bytes, int_bytes) that plan() with these arguments uses at most, as in
         BatchPrefillWithPagedKVCacheWrapper.workspace_size()."""
         with renamed(_NAMES):
-            return super()._workspace_size(self._as_prefill(a))
+            return super()._workspace_size(*self._as_prefill(a))
 
-    def _as_prefill(self, a: DecodePlanArguments | FastDecodePlanArguments) -> PagedPlanArguments:
-        q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
+    def _as_prefill(
+        self, a: DecodePlanArguments | FastDecodePlanArguments
+    ) -> tuple[PagedPlanArguments, IndexArrays]:
+        """The arguments of a paged plan() but for its index arrays, and these."""
         q_len, indptr = a.q_len_per_req, a.indptr
         if type(a) is FastDecodePlanArguments:
             on_host = a.global_override_indptr_cpu
@@ -175,14 +193,23 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"indptr has {indptr.numel()} elements and last_page_len "
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
             )
-        return converted(
-            a, PagedPlanArguments, qo_indptr=qo_indptr, paged_kv_indptr=indptr,
-            paged_kv_indices=a.indices, paged_kv_last_page_len=a.last_page_len, causal=q_len > 1,
-            q_data_type=q_data_type, kv_data_type=kv_data_type,
-        )  # fmt: skip
+        arrays = IndexArrays(qo_indptr, indptr, a.indices, a.last_page_len)
+        # Steps of an engine differ in arrays alone.
+        given = (type(a), q_len, *_options_of[type(a)](a))
+        before, prefill = self._last_options
+        if not _core.same_objects(given, before):
+            q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
+            prefill = converted(
+                a, PagedPlanArguments, qo_indptr=None, paged_kv_indptr=None, paged_kv_indices=None,
+                paged_kv_last_page_len=None, causal=q_len > 1, q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+            )  # fmt: skip
+            if prefill.seq_lens is None and prefill.block_tables is None:
+                self._last_options = (given, prefill)
+        return prefill, arrays
 
-    def _request(self, a: PagedPlanArguments) -> Request:
-        request = super()._request(a)
+    def _request(self, a: PagedPlanArguments, arrays: IndexArrays | None = None) -> Request:
+        request = super()._request(a, arrays)
         batch = request.batch
         batch.require_exact_rows()
         q_len = batch.max_qo_len
@@ -262,7 +289,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             # Before the plan changes; run() itself checks q against what is planned.
             check_decode_rows(q, self._batch.num_requests, asked)
             again = converted(made_from, DecodePlanArguments, q_len_per_req=asked)
-            self._make_plan(self._as_prefill(again))
+            self._make_plan(*self._as_prefill(again))
 
     @property
     def resolved_backend(self) -> str:

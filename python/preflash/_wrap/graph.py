@@ -16,7 +16,7 @@ import torch
 from .. import _core
 from .._check import values as check
 from .._check.arguments import Result
-from .._check.calls import BatchArguments, PagedPlanArguments
+from .._check.lengths import IndexArrays
 from .._check.request import Request
 from .._device.buffers import Buffer, order_behind_users
 from .._device.stream import DeviceStream
@@ -148,6 +148,8 @@ class GraphMode:
         self._held = buffers.held()
         self._device_stream = device_stream
         self.kv_lens: torch.Tensor | None = None  # Request.kv_lens of the last plan
+        # A constant with which the wrapper has filled the buffer of qo_indptr; None: it has not.
+        self.filled_with: torch.Tensor | None = None
         self._reserve: list[Buffer] = []
         # Made now: nothing is created during a capture. torch has 32 streams and hands them out in
         # turns, so that any of these may be one that is captured.
@@ -187,7 +189,7 @@ class GraphMode:
         """Raises ValueError if a captured run could not go on with the request's batch."""
         self.check_kv_lens(request.kv_lens)
         for options, place in captured:
-            check_captured(place, 0, request)
+            place.check_captured(0, request.batch, request.largest_page)
             check_captured_mask(options.mask == _core.Mask.custom, request.mask is not None)
 
     def check_kv_lens(self, kv_lens: torch.Tensor | None) -> None:
@@ -267,19 +269,19 @@ class GraphMode:
         order_behind_users(buffers, self._device_stream)
 
     def copy_in(
-        self, a: BatchArguments, batch: _core.Batch, mask: MaskSource | None
+        self, arrays: IndexArrays, batch: _core.Batch, mask: MaskSource | None
     ) -> list[ArrayCopy]:
         """The arrays of plan() and the buffers that the upload copies them to. Writes the mask."""
         buffers = self.buffers
-        copies = [(buffers.qo_indptr, a.qo_indptr, _ALL)]
-        if isinstance(a, PagedPlanArguments):
+        copies = [(buffers.kv_indptr, arrays.kv_indptr, _ALL)]
+        if arrays.qo_indptr is not self.filled_with:
+            copies.append((buffers.qo_indptr, arrays.qo_indptr, _ALL))
+            self.filled_with = None
+        if buffers.indices is not None:
             copies += (
-                (buffers.kv_indptr, a.paged_kv_indptr, _ALL),
-                (buffers.indices, a.paged_kv_indices, batch.kv_end),  # a list may be longer
-                (buffers.last_page_len, a.paged_kv_last_page_len, _ALL),
+                (buffers.indices, arrays.indices, batch.kv_end),  # a list may be longer
+                (buffers.last_page_len, arrays.last_page_len, _ALL),
             )
-        else:
-            copies.append((buffers.kv_indptr, a.kv_indptr, _ALL))
         if mask is not None:
             begins = torch.tensor(batch.mask_indptr, dtype=torch.int32, device="cpu")
             begins = begins[: buffers.mask_indptr.numel()]
@@ -338,36 +340,6 @@ def _check_planned(name: str, i: int, now: int, planned: int) -> None:
         raise ValueError(
             f"{name}[{i}] = {now}, and plan() read {planned}: run() and replays use the lengths of "
             "plan(), not those that the buffer holds; call plan() after every change of lengths"
-        )
-
-
-def check_captured(place: _core.Place, segment: int, request: Request) -> None:
-    """Raises ValueError if a batch reaches beyond the tensors that a graph has captured."""
-    place.held.check()
-    captured = place.captured[segment]
-    batch, pages = request.batch, request.pages
-    paged = batch.page_size > 0
-    has = "a CUDA graph has captured a run() with"
-    larger = "capture it with as many as the largest batch has, or use another wrapper"
-    if batch.qo_end > captured.q_tokens:
-        raise ValueError(
-            f"qo_indptr[-1] = {batch.qo_end}: {has} {captured.q_tokens} rows of q; {larger}"
-        )
-    if captured.page_size != batch.page_size:
-        raise ValueError(
-            f"page_size={batch.page_size}: {has} pages of {captured.page_size}, which it holds on "
-            "to; use another wrapper"
-        )
-    if not paged and batch.kv_end > captured.kv_extent:
-        raise ValueError(
-            f"kv_indptr[-1] = {batch.kv_end}: {has} {captured.kv_extent} tokens in k and v; "
-            f"{larger}"
-        )
-    largest = pages.largest if paged else None
-    if largest is not None and largest >= captured.kv_extent:
-        raise ValueError(
-            f"paged_kv_indices holds {largest}: {has} {captured.kv_extent} pages, so an index must "
-            "be less"
         )
 
 

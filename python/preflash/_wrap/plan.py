@@ -83,7 +83,7 @@ class Plan(NamedTuple):
     def captured_so_far(self) -> Captured:
         """Those that graphs of earlier plans have captured, and graphs of this plan."""
         known = [place for _, place in self.captured]
-        new = [v for v in self.variants() if v.place.is_captured and v.place not in known]
+        new = [v for v in self.variants() if v.place not in known and v.place.is_captured]
         if not new:
             return self.captured
         return (*self.captured, *((variant.request.options, variant.place) for variant in new))

@@ -72,7 +72,8 @@ RANGES_INIT = (
 MIXED_PLAN = (
     "qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk head_dim_vo "
     "page_size causal=False sm_scale=None logits_soft_cap=None q_data_type=torch.bfloat16 "
-    "kv_data_type=torch.bfloat16 use_profiler=False"
+    "kv_data_type=torch.bfloat16 use_profiler=False * seq_lens=None "
+    "lengths_are_upper_bounds=False"
 )
 MIXED_RUN = (
     "q kv_cache out=None lse=None k_scale=None v_scale=None logits_soft_cap=0.0 "

@@ -284,7 +284,7 @@ def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
     names = list(inspect.signature(wrapper.plan).parameters)
     assert names[0] == "self"
     received = []
-    monkeypatch.setattr(wrapper, "_as_prefill", lambda self, a: a, raising=False)
+    monkeypatch.setattr(wrapper, "_as_prefill", lambda self, a: (a,), raising=False)
     monkeypatch.setattr(BatchPrefillWrapper, "_make_plan", lambda self, a: received.append(a))
     monkeypatch.setattr(decode, "_versions", lambda a: None)
     wrapper.plan(object.__new__(wrapper), **{name: f"that of {name}" for name in names[1:]})
