@@ -18,7 +18,6 @@ class Outputs(NamedTuple):
 
 
 DEFAULT_OUTPUTS = Outputs()
-_new_tuple = tuple.__new__
 
 
 def outputs_of(a: Any) -> Outputs:
@@ -37,8 +36,7 @@ def run_outputs(
     usual = lse_base == "log2" and lse_layout == "NH"
     if usual and out is None and lse is None and return_lse is False:
         return DEFAULT_OUTPUTS
-    # A quarter of the time that Outputs(...) takes.
-    outputs = _new_tuple(Outputs, (out, lse, return_lse, lse_base, lse_layout))
+    outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
     if not usual or (return_lse is not False and return_lse is not True):
         check.flag("return_lse", return_lse)
         check.one_of("lse_base", lse_base, tuple(check.LSE_SCALES))

@@ -15,10 +15,44 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .recording import *  # noqa: F403, all checks go by one name
-from .recording import not_differentiated
-from .tensor_checks import *  # noqa: F403
-from .tensor_checks import digits_of, kind_of, start_of, tensor
+
+# The checks of all three modules go by one name, `check`.
+from .recording import (  # noqa: F401
+    TORCH,
+    eager,
+    forward_only,
+    is_dynamo_compiling,
+    not_compiled,
+    not_differentiated,
+    not_traced,
+    traced,
+    written,
+)
+from .tensor_checks import (  # noqa: F401
+    ALIGNMENT,
+    WHY_FLOAT32,
+    address,
+    apart,
+    bytes_reached,
+    contiguous,
+    contiguous_rows,
+    digits_of,
+    has_dims,
+    has_dtype,
+    has_shape,
+    index_array,
+    integers,
+    is_tensor,
+    kind_of,
+    not_overlapping,
+    on_cpu_or,
+    on_device,
+    output,
+    page_table,
+    rows,
+    start_of,
+    tensor,
+)
 
 CORE_DTYPES = {getattr(torch, name): core for name, core in _core.DType.__members__.items()}
 TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
