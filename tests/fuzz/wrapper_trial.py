@@ -144,6 +144,13 @@ def _with_padding_bits(inputs: Inputs) -> torch.Tensor:
     return packed
 
 
+def _longer(mask: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The mask in a longer buffer. A packed one of exactly the dense size would be refused."""
+    dense = sum(one.numel() for one in inputs.masks)
+    more = 10 if mask.numel() + 9 == dense else 9
+    return torch.cat([mask, mask.new_ones(more)]).view(1, -1, 1)
+
+
 def _given(call: Call, inputs: Inputs) -> Inputs:
     """The wrapper's inputs: the batch in larger arrays, with masks and bounds as the call says."""
     given = surrounded(inputs, call.padding, call.padding)
@@ -152,8 +159,7 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
         masks["custom_mask"] = ~torch.cat([mask.flatten() for mask in inputs.masks])
     if call.long_mask:
         masks = {
-            name: None if mask is None else torch.cat([mask, mask.new_ones(9)]).view(1, -1, 1)
-            for name, mask in masks.items()
+            name: None if mask is None else _longer(mask, inputs) for name, mask in masks.items()
         }
     given = dataclasses.replace(given, **masks)
     return with_bounds(given) if call.bounds and inputs.case.paged else given
