@@ -102,6 +102,7 @@ PyObject* upload(PyObject*, PyObject* const* given, Py_ssize_t count) {
   try {
     std::vector<Shared> runs;
     for (const py::handle run : argument<py::sequence>(given, 0)) runs.push_back(bound_of(run));
+    if (runs.empty()) throw std::invalid_argument("there is no plan to upload");
     std::vector<HostCopy> copies;
     for (const py::handle copy : argument<py::sequence>(given, 2)) {
       add_copy(*runs.front(), copy, &copies);

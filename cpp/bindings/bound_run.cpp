@@ -146,7 +146,6 @@ PlannedSegmentMemory BoundRun::segment_memory(int segment, py::handle request) {
 
 void BoundRun::upload(const std::vector<std::shared_ptr<BoundRun>>& runs, void* stream,
                       std::vector<HostCopy> copies) {
-  if (runs.empty()) throw std::logic_error("there is no plan to upload");
   Upload upload{.copies = std::move(copies), .stream = stream};
   for (const PlannedSegmentMemory& segment : runs.front()->memory_) {
     upload.page_indices.add(segment.page_indices);
@@ -302,8 +301,8 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
       const bool blank = plan_->segments()[s].batch->may_leave_rows(q_rows);
       results[s] = make_outputs(bound, blank, &call.segment(s));
     } catch (const std::exception&) {
-      ask(settings_->functions->check,
-          arguments);  // what looks like the tensors before, as in torch.vmap
+      // For what looks like the tensors before, as in torch.vmap.
+      ask(settings_->functions->check, arguments);
       throw;
     }
     const auto& [given, seen] = call.segment(s);

@@ -40,7 +40,7 @@ struct CheckedTensors {
   std::vector<BoundSegment> segments;
 };
 
-// What the runs of plans with the same options and layouts have in common.
+// Settings and checked tensors that the runs of plans with the same options and layouts share.
 struct RunSettings {
   std::shared_ptr<const RunFunctions> functions;
   pybind11::object float_workspace;  // a tensor, or None: every run brings its own, if any
@@ -54,7 +54,7 @@ struct RunSettings {
   std::vector<std::shared_ptr<const CheckedTensors>> checked = {};
 };
 
-// What kernels read besides a run's tensors, of one segment of a plan.
+// Memory of one planned segment that kernels read besides a run's tensors.
 struct PlannedSegmentMemory {
   RunMemory memory;
   const std::int32_t* page_indices = nullptr;  // null: the plan's upload contains them, or ragged
@@ -70,8 +70,8 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
            std::shared_ptr<RunSettings> settings, pybind11::tuple context);
 
-  // Starts the copies of work lists to the device, of plans of one batch that have their places,
-  // and of `copies` with the first. Releases the GIL meanwhile.
+  // Starts the copies of the runs' work lists to the device, and of `copies` with the first. runs:
+  // at least one, of one batch. Releases the GIL meanwhile.
   static void upload(const std::vector<std::shared_ptr<BoundRun>>& runs, void* stream,
                      std::vector<HostCopy> copies);
   const Torch& torch() const { return torch_; }

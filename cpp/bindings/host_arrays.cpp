@@ -124,7 +124,7 @@ std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer
   return dlpack::Device{.type = dlpack::kCuda, .id = uploader->device()};
 }
 
-// What plan() learns of page indices in the usual form: the largest of the first `used` on the
+// Checks page indices in the usual form. Returns the largest of the first `used` on the
 // host, which the batch takes over unless a graph's buffer gets them; True for those on the GPU,
 // which nobody reads here. None: not in the usual form, or too many for the buffer.
 py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader* uploader,

@@ -45,11 +45,10 @@ def order_behind_users(buffers: Iterable[Buffer], device_stream: DeviceStream) -
     """Orders the current stream after all earlier uses of their memory. NOTE: not after a stream
     that is being captured: the current one would become part of the capture."""
     streams: set[int | None] = set()
-    buffers = [buffer for buffer in buffers if buffer._streams]
     for buffer in buffers:
-        streams |= buffer._streams
+        streams |= buffer._streams or set()
+    # NOTE: every time, for those that an earlier call has waited for, too: they may be replaying a
+    # graph since, of which nobody tells.
     for stream in streams - {None, device_stream.stream()}:
         if not _core.is_capturing(device_stream.ordinal, stream):
             device_stream.wait_for(stream)
-            for buffer in buffers:  # whose next use on that stream is noted anew
-                buffer._streams.discard(stream)

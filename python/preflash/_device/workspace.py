@@ -85,8 +85,8 @@ class Workspace:
     def run_settings(
         self, backend: Backend, requests: Sequence[Request], functions: _core.RunFunctions
     ) -> _core.RunSettings:
-        """What runs have in common with those of the last plan, if that is equal but for its
-        lengths: tensors that have passed the checks."""
+        """Settings of the plan's runs: those of the last plan, with the tensors that have passed
+        the checks, if the two plans differ in lengths alone."""
         alike = [backend]
         for request in requests:
             alike += (request.options, request.kv_layout, request.batch.page_size, request.q_given)

@@ -1,4 +1,4 @@
-"""What a batch wrapper has planned: everything of a wrapper that changes."""
+"""The plan of a batch wrapper, which holds everything of the wrapper that changes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
         return self._replace(workspace=own, others=dict(self.others), windows={}, shared=())
 
     def shared_so_far(self) -> tuple[PlannedVariant, ...]:
-        """Those of this and earlier plans that CUDA graphs replay."""
+        """Variants of this and earlier plans that CUDA graphs replay."""
         if self.primary is None or not (self.primary.shared or self.others):
             return self.shared
         # A copied wrapper keeps what it shares by itself.
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
         return (*self.shared, *replayed)
 
     def captured_so_far(self) -> Captured:
-        """Those that graphs of earlier plans have captured, and graphs of this plan."""
+        """Places that CUDA graphs have captured, under this plan and earlier ones."""
         known = [place for _, place in self.captured]
         new = [v for v in self.variants() if v.place not in known and v.place.is_captured]
         if not new:

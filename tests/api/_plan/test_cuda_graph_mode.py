@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
+from preflash._device import buffers as device_buffers
 from preflash._wrap import graph as _graph
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
@@ -131,6 +133,19 @@ def test_a_plan_comes_after_what_reads_the_buffers(target, monkeypatch):
     assert stage.buffers["paged_kv_indices_buf"].data_ptr() in addresses
     stage.plan(stage.make(*SMALLER))
     assert {id(buffer) for buffer in read} <= {id(buffer) for buffer in waited_for}
+
+
+def test_every_plan_waits_for_the_streams_of_earlier_runs(monkeypatch):
+    """A stream that was waited for once may have replayed a graph since."""
+    waited_for, current = [], 7
+    stream = SimpleNamespace(ordinal=0, stream=lambda: current, wait_for=waited_for.append)
+    monkeypatch.setattr(device_buffers._core, "is_capturing", lambda ordinal, stream: stream == 9)
+    used = [device_buffers.Buffer(torch.empty(4)) for _ in range(3)]
+    used[0]._streams, used[1]._streams = {None, 5, 7, 9}, {5, 6}  # used[2] is on the CPU
+    for _ in range(2):
+        device_buffers.order_behind_users(used, stream)
+        assert sorted(waited_for) == [5, 6]
+        waited_for.clear()
 
 
 def test_another_part_of_a_buffer_as_argument(target):
