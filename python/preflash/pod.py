@@ -33,8 +33,8 @@ from ._compat.signatures import takes
 from ._plan import prepass
 from ._plan.masks import check_rows
 from ._pod.batch import BatchPODWithPagedKVCacheWrapper
-from ._pod.joint import SIDES, Joints, PodWrapper
-from ._run.variant import SegmentRun, of_side
+from ._pod.pod_plan import SIDES, PodPlanCache, PodWrapper
+from ._run.variant import SegmentRun, error_context
 from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
@@ -90,7 +90,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             float_workspace_buffer, kv_layout, use_cuda_graph, False, paged_kv_indptr_buffer,
             paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
         )  # fmt: skip
-        self._joints = Joints(self._decode)
+        self._pod_plans = PodPlanCache(self._decode)
 
     @takes(PodPlanArguments)
     def plan(self, a: PodPlanArguments) -> None:
@@ -108,12 +108,12 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
 
     @check.eager
     def _plan(self, a: DecodePlanArguments) -> None:
-        decode, joints = self._decode, self._joints
+        decode, pod_plans = self._decode, self._pod_plans
         plan, copy_in = decode._drafted(*decode._as_prefill(a))
-        graph_drafts = joints.drafts(plan.request) if decode.is_cuda_graph_enabled else []
+        graph_drafts = pod_plans.drafts(plan.request) if decode.is_cuda_graph_enabled else []
         decode._install(plan, copy_in)
-        joints.forget()
-        joints.write(graph_drafts, decode._current())
+        pod_plans.forget()
+        pod_plans.write(graph_drafts, decode._current())
 
     def run(
         self,
@@ -224,22 +224,22 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         # By identity: a tensor is equal to nothing as a whole.
         if any(map(operator.is_not, repeated, _NOTHING)):
             _check_repeated(repeated, plan.request)
-        key, joint = None, None
+        key, pod_plan = None, None
         try:
             key = _key(given)
-            joint = self._joints.find(key, plan)
+            pod_plan = self._pod_plans.find(key, plan)
         except (AttributeError, RuntimeError, TypeError, ValueError):
             pass  # no ordinary tensors, or an option without a hash: the checks say which one it is
-        if joint is None:
-            with of_side(SIDES[0]):
+        if pod_plan is None:
+            with error_context(SIDES[0]):
                 request = self._prefill_request(given, decode_options)
             key = _key(given)
-            joint = self._joints.make(key, request, plan)
-        batch, options = joint.prefill.batch, joint.prefill.options
+            pod_plan = self._pod_plans.make(key, request, plan)
+        batch, options = pod_plan.prefill.batch, pod_plan.prefill.options
         if given.sm_scale is None:
             scales_p = Scales(softmax_scale(None, options), 1.0)
         else:
-            with of_side(SIDES[0]):
+            with error_context(SIDES[0]):
                 scales_p = Scales(softmax_scale(given.sm_scale, options), 1.0)
         scales_d = plan.request.scales
         if scales.given:
@@ -247,11 +247,11 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         memory = None
         if has_mask(given):
             if given.packed_custom_mask is None:
-                with of_side(SIDES[0]):
+                with error_context(SIDES[0]):
                     check_rows(given.custom_mask, (batch.qo_end, batch.kv_end))
-            memory = self._memory(given.custom_mask, given.packed_custom_mask, joint)
+            memory = self._memory(given.custom_mask, given.packed_custom_mask, pod_plan)
         prefill = SegmentRun(given.q, (given.k, given.v), scales_p, outputs_p, memory)
-        return self._joints.run(key, joint, prefill, SegmentRun(q_d, kv_d, scales_d, outputs))
+        return self._pod_plans.run(key, pod_plan, prefill, SegmentRun(q_d, kv_d, scales_d, outputs))
 
     def _prefill_request(self, given: SingleArguments, decode: _core.AttentionOptions) -> Request:
         q, k, v = given.q, given.k, given.v

@@ -8,7 +8,7 @@ from unittest import mock
 
 import preflash
 import torch
-from preflash._pod import joint
+from preflash._pod import pod_plan
 from preflash.testing import runner
 from preflash.testing.case import Case
 from preflash.testing.inputs import Inputs, build
@@ -30,7 +30,7 @@ def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
 
 def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
     """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
-    with mock.patch.object(joint, "_forced_apart", problem.call.two_launches):
+    with mock.patch.object(pod_plan, "_forced_apart", problem.call.two_launches):
         return verdict_of(lambda: _examine(problem, backend, device), backend)
 
 

@@ -18,11 +18,11 @@ from .._check.scales import folded_scales
 from .._compat.engine_attributes import forwards, only, planned_array, planned_pages, told
 from .._compat.signatures import takes
 from .._device import backends
-from .._run.variant import SegmentRun, of_side
+from .._run.variant import SegmentRun, error_context
 from .._wrap.decode import data_types
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .._wrap.plan import Plan
-from .joint import SIDES, Joint, Joints, PodWrapper
+from .pod_plan import SIDES, PodPlan, PodPlanCache, PodWrapper
 
 
 def _prefill_array(tell: Callable[[Request], torch.Tensor]) -> told:
@@ -69,7 +69,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
             for _ in SIDES
         )
-        self._joints = Joints(self._decode)
+        self._pod_plans = PodPlanCache(self._decode)
 
     # Attributes that callers read, of the prefills and of the decode requests.
     _use_cuda_graph = only(False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper")
@@ -117,14 +117,14 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
 
     @check.eager
     def _plan(self, prefill: PagedPlanArguments, decode: PagedPlanArguments) -> None:
-        with of_side(SIDES[0]):
+        with error_context(SIDES[0]):
             plan_p, _ = self._prefill._drafted(prefill)
-        with of_side(SIDES[1]):
+        with error_context(SIDES[1]):
             plan_d, _ = self._decode._drafted(decode)
         # In one step, so that run() finds both sides of one plan() after any interrupt.
         both = plan_d.request._replace(prefill=plan_p.request)
         self._decode._install(plan_d._replace(request=both))
-        self._joints.forget()
+        self._pod_plans.forget()
 
     def run(
         self,
@@ -171,25 +171,25 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
         causal = check.flag("causal_p", causal_p)
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
-        plan, joint = self._joint(causal, masked)
+        plan, pod_plan = self._pod_plan(causal, masked)
         scales_d = plan.request.scales
         if q_scale is not None or k_scale is not None or v_scale is not None:
             given = GivenScales(q_scale, k_scale, v_scale)
-            scales_d = folded_scales(scales_d.logits, given, joint.decode_options)
-        memory = self._memory(custom_mask_p, packed_custom_mask_p, joint) if masked else None
+            scales_d = folded_scales(scales_d.logits, given, pod_plan.decode_options)
+        memory = self._memory(custom_mask_p, packed_custom_mask_p, pod_plan) if masked else None
         scales_p = plan.request.prefill.scales
         prefill = SegmentRun(q_p, paged_kv_cache_p, scales_p, outputs_p, memory)
         decode = SegmentRun(q_d, paged_kv_cache_d, scales_d, outputs_d)
-        return self._joints.run((causal, masked), joint, prefill, decode)
+        return self._pod_plans.run((causal, masked), pod_plan, prefill, decode)
 
     forward = run
 
     @check.eager
-    def _joint(self, causal: bool, masked: bool) -> tuple[Plan, Joint]:
+    def _pod_plan(self, causal: bool, masked: bool) -> tuple[Plan, PodPlan]:
         plan = self._decode._current()
         key = (causal, masked)
-        joint = self._joints.find(key, plan)
-        if joint is None:
+        pod_plan = self._pod_plans.find(key, plan)
+        if pod_plan is None:
             request = plan.request.prefill
             if masked and request.kv_lens is not None:
                 raise NotImplementedError(
@@ -202,8 +202,8 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
             )
             batch = request.batch.with_mask() if masked else request.batch
             request = request._replace(options=options, batch=batch)
-            joint = self._joints.make(key, request, plan)
-        return plan, joint
+            pod_plan = self._pod_plans.make(key, request, plan)
+        return plan, pod_plan
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:
         """run() with return_lse=True."""

@@ -185,7 +185,7 @@ def run_memory(
 
 
 @contextlib.contextmanager
-def of_side(name: str) -> Iterator[None]:
+def error_context(name: str) -> Iterator[None]:
     """Prefixes errors with the name of the segment that they are about."""
     try:
         yield
@@ -218,7 +218,7 @@ def _bound_to(context: _Context, *given: Any) -> list[tuple]:
     found = []
     for request, (name, run) in zip(requests, _segments(names, given), strict=True):
         q, outputs, options = run.q, run.outputs, request.options
-        with of_side(name):
+        with error_context(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
             if isinstance(run.memory, tuple):
                 heads = PerHead(*run.memory)
@@ -245,7 +245,7 @@ def _refuse_gradients(context: _Context, *given: Any) -> None:
     for name, (q, kv, _, outputs, memory) in _segments(context[1], given):
         heads = PerHead(*memory)._asdict() if isinstance(memory, tuple) else {}
         keys = {"k": kv[0], "v": kv[1]} if isinstance(kv, (tuple, list)) else {"paged_kv_cache": kv}
-        with of_side(name):
+        with error_context(name):
             check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse, **heads)
 
 

@@ -187,14 +187,14 @@ class BatchPrefillWrapper(EngineAttributes):
                 self._take_graph_buffers()
             self._graph.check_may_plan()
         before, graph, request = self._plan, self._graph, self._request(a, arrays)
-        workspace, primary, usual, others = before.workspace, None, None, {}
+        workspace, primary, default_variant, others = before.workspace, None, None, {}
         if forward is not None:
             other = with_forward(request.options, forward)
             if other != request.options:
                 with contextlib.suppress(ValueError, NotImplementedError):
                     primary = self._planned_for(workspace, request._replace(options=other))
         if primary is None:
-            primary = usual = self._planned_for(workspace, request)
+            primary = default_variant = self._planned_for(workspace, request)
         _lengths.check_hints(a, request)
         mask, copy_in = None, None
         if request.options.mask == _core.Mask.custom:
@@ -221,12 +221,12 @@ class BatchPrefillWrapper(EngineAttributes):
                 if options != primary.request.options:
                     again = request._replace(options=options)
                     others[options] = self._planned_for(workspace, again)
-            usual = usual or others.get(request.options)
+            default_variant = default_variant or others.get(request.options)
             arrays = arrays or _lengths.index_arrays(a)
             copy_in = functools.partial(graph.copy_in, arrays, request.batch, mask)
         plan = Plan(
-            workspace, request, usual, primary, others, {}, shared, request.graph_rows, captured,
-            before.last_forward,
+            workspace, request, default_variant, primary, others, {}, shared, request.graph_rows,
+            captured, before.last_forward,
         )  # fmt: skip
         return plan, copy_in
 
@@ -335,7 +335,7 @@ class BatchPrefillWrapper(EngineAttributes):
         return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
-        """A run() off the fast path: with options, without a usual variant, or traced."""
+        """A run() off the fast path: with options, without a default variant, or traced."""
         if check.traced():
             return traced.run(self._recorded_name, q, kv, a, outputs)
         plan = self._current()
@@ -345,7 +345,7 @@ class BatchPrefillWrapper(EngineAttributes):
             options = options.replace(window_left=window_left)
         if a.skip_factor > 0.0:
             options = options.replace(skip_factor=_ANY_FACTOR)
-        variant = plan.usual
+        variant = plan.default_variant
         if variant is None or options is not asked:
             variant = self._select(plan, options)
             if type(a.window_left) is int and a.skip_factor == 0.0:
@@ -361,9 +361,9 @@ class BatchPrefillWrapper(EngineAttributes):
         if a.skip_factor > 0.0:
             memory = variant.memory_with(a.per_head, a.skip_factor)
         result = variant.attend_to(q, kv, scales, outputs, memory)
-        if plan.usual is None and options is asked and self._plan is plan:
+        if plan.default_variant is None and options is asked and self._plan is plan:
             # The caller uses run(): begin_forward() is plan() again.
-            self._plan = plan._replace(usual=variant, last_forward=None)
+            self._plan = plan._replace(default_variant=variant, last_forward=None)
         return result
 
     @staticmethod
@@ -455,7 +455,9 @@ class BatchPrefillWrapper(EngineAttributes):
             return functools.partial(setattr, self, "_plan", plan)
         variant = self._planned_for(workspace, before.request)
         shared = before.shared if self._graph is not None else before.shared_so_far()
-        plan = plan._replace(usual=variant, primary=variant, others={}, windows={}, shared=shared)
+        plan = plan._replace(
+            default_variant=variant, primary=variant, others={}, windows={}, shared=shared
+        )
         return functools.partial(self._install, plan)
 
     # Public properties.

@@ -91,7 +91,7 @@ def quick_variant(plan: Plan, options: RunKeywords) -> PlannedVariant | None:
             window_left = value
         elif value is not None or name not in _RUN_KEYWORDS:
             return None
-    return plan.usual if window_left is None else plan.windows.get(window_left)
+    return plan.default_variant if window_left is None else plan.windows.get(window_left)
 
 
 def run_options(wrapper: Any, first: tuple, options: RunKeywords) -> RunOptions:

@@ -223,7 +223,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or is_dynamo_compiling()
             or function_mode_is_active()
             or num_dispatch_modes()
-            or (variant := (plan := self._plan).usual) is None
+            or (variant := (plan := self._plan).default_variant) is None
             or (options and (variant := quick_variant(plan, options)) is None)
         ):
             check.one_cache(args)

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     request: Request | None = None  # None: not planned, and no variants
     # The variant of a run() without options; None if begin_forward() planned another one and no
     # run() has used this one yet.
-    usual: PlannedVariant | None = None
+    default_variant: PlannedVariant | None = None
     # The variant that plan() or begin_forward() made.
     primary: PlannedVariant | None = None
     # Variants for runs with a window_left or skipped tiles, for forward(), and of CUDA graphs.
@@ -41,11 +41,12 @@ class Plan(NamedTuple):
     last_forward: Mapping[str, Any] | None = None
 
     def variants(self) -> set[PlannedVariant]:
-        """All variants, each once: `usual` is `primary` or, unless dropped, one of the others."""
+        """All variants, each once: the default one is `primary` or, unless dropped, one of the
+        others."""
         if self.primary is None:
             return set()
         # NOTE: other threads may add to the others; list() copies them at once.
-        return {self.primary, self.usual or self.primary, *list(self.others.values())}
+        return {self.primary, self.default_variant or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
         """Adds one to the others. Makes room for it; shared ones stay (CUDA graphs, copies)."""

@@ -135,7 +135,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
             or is_dynamo_compiling()
             or function_mode_is_active()
             or num_dispatch_modes()
-            or (variant := (plan := self._plan).usual) is None
+            or (variant := (plan := self._plan).default_variant) is None
             or (options and (variant := quick_variant(plan, options)) is None)
         ):
             given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)

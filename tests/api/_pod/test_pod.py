@@ -13,7 +13,7 @@ import torch
 from fuzz.pod_trial import note_variants, plan_decode
 from graph_stage import capture, recorder  # noqa: F401
 from preflash._device import backends
-from preflash._pod import joint
+from preflash._pod import pod_plan
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
@@ -156,7 +156,7 @@ def test_pairs(target, name):
 def test_two_launches_agree(target, monkeypatch, pair):
     """Two launches, as for a pair that no kernel of two segments takes, agree up to rounding."""
     both = built(pair, target)
-    monkeypatch.setattr(joint, "_forced_apart", True)
+    monkeypatch.setattr(pod_plan, "_forced_apart", True)
     wrapper = made(target, both[1].case)
     plan(wrapper, both[1])
     check_sides(both, run(wrapper, *both))
@@ -257,17 +257,17 @@ def test_prefills_of_other_lengths_and_layers(target):
             for seed, case in enumerate(cases):
                 prefill = build(case, seed=seed, device=target.device)
                 check_sides((prefill, decode), run(wrapper, prefill, decode))
-    assert len(wrapper._joints._kept) == len(cases)
+    assert len(wrapper._pod_plans._kept) == len(cases)
 
 
 def test_few_plans_are_kept(target):
     wrapper = made(target, DECODE)
     decode = build(DECODE, device=target.device)
     plan(wrapper, decode)
-    for n in range(1, joint._JOINTS_KEPT + 9):
+    for n in range(1, pod_plan._PLANS_KEPT + 9):
         prefill = build(dataclasses.replace(PREFILL, qo_lens=(n,)), device=target.device)
         run(wrapper, prefill, decode)
-    assert len(wrapper._joints._kept) == joint._JOINTS_KEPT
+    assert len(wrapper._pod_plans._kept) == pod_plan._PLANS_KEPT
 
 
 def test_reset_workspace_buffer(target):
@@ -529,7 +529,7 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):  
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):  # noqa: F811
     """Several are captured beside one decode batch, whose part of them has one place."""
-    monkeypatch.setattr(joint, "_forced_apart", True)
+    monkeypatch.setattr(pod_plan, "_forced_apart", True)
     decode = build(DECODE, seed=2, device=target.device)
     wrapper = GraphStage(target, DECODE).wrapper if for_graphs else made(target, DECODE)
     plan(wrapper, decode)
@@ -543,7 +543,7 @@ def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatc
 
         attend()
         graph = capture(recorder, target.device, attend)
-        captured.append((prefill, outputs, graph, weakref.ref(wrapper._joints.last.launch)))
+        captured.append((prefill, outputs, graph, weakref.ref(wrapper._pod_plans.last.launch)))
     plan(wrapper, decode)
     gc.collect()
     for prefill, outputs, graph, launch in captured:
@@ -648,7 +648,7 @@ def test_an_interrupted_plan_of_batches(target, monkeypatch, installed, runs_bef
             install(drafted)
         raise KeyboardInterrupt
 
-    with mock.patch.object(joint, "_forced_apart", True):
+    with mock.patch.object(pod_plan, "_forced_apart", True):
         plan_batches(wrapper, *old)
         for _ in range(runs_before):
             check_sides(old, run_batches(wrapper, *old))

@@ -4,7 +4,7 @@ nothing is written."""
 import preflash
 import pytest
 import torch
-from preflash._pod import joint
+from preflash._pod import pod_plan
 from preflash.testing import runner
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, ROWS, KEYS = 4, 2, 64, 16, 7, 40
@@ -13,7 +13,7 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE, ROWS, KEYS = 4, 2, 64, 16, 7, 40
 @pytest.fixture(params=[1, 2], ids=["one launch", "two launches"])
 def pod(target, monkeypatch, request):
     if request.param == 2:
-        monkeypatch.setattr(joint, "_forced_apart", True)
+        monkeypatch.setattr(pod_plan, "_forced_apart", True)
     return Pod(target)
 
 

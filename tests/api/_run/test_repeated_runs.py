@@ -363,7 +363,7 @@ def test_nothing_keeps_a_plan_alive(target):
     inputs, wrapper = planned(PAGED, target)
     for _ in range(3):
         wrapper.run(*tensors(inputs))
-    variant = weakref.ref(wrapper._plan.usual)
+    variant = weakref.ref(wrapper._plan.default_variant)
     gc.disable()
     try:
         runner.plan(wrapper, inputs)
@@ -376,7 +376,7 @@ def test_wrong_calls_of_what_runs():
     inputs = build(PAGED)
     wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     runner.plan(wrapper, inputs)
-    attend_to = wrapper._plan.usual.attend_to
+    attend_to = wrapper._plan.default_variant.attend_to
     usual = (*tensors(inputs), (1.0, 1.0), DEFAULT_OUTPUTS, None)
     attend_to(*usual)
     for wrong in (usual[:4], (*usual[:2], 1.0, *usual[3:]), (*usual[:3], None, None)):

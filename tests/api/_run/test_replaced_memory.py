@@ -44,7 +44,7 @@ class Planned:
         """Bytes of the float workspace."""
         wrapper = self.wrapper
         if self.kind in RUN_PLANS:
-            return wrapper._joints.last.launch.plan.float_bytes
+            return wrapper._pod_plans.last.launch.plan.float_bytes
         return (wrapper._levels[0] if self.kind == "cascade" else wrapper)._plan_info.float_bytes
 
     def _make(self, case, wrapper):

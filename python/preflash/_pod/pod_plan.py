@@ -20,16 +20,16 @@ from .._device import backends
 from .._device.buffers import order_behind_users
 from .._device.workspace import Workspace
 from .._plan import masks, pipeline
-from .._run.variant import PlannedVariant, SegmentRun, of_side
+from .._run.variant import PlannedVariant, SegmentRun, error_context
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .._wrap.plan import Plan
 
 SIDES = ("prefill side", "decode side")
-_JOINTS_KEPT = 64
+_PLANS_KEPT = 64
 _forced_apart = False  # two launches whatever the sides are, for tests
 
 
-class InSequence:
+class TwoLaunches:
     """A launch for each side, one after the other: what no kernel runs as one, or not as fast."""
 
     launches = 2
@@ -63,12 +63,12 @@ class InSequence:
         runs = [SegmentRun(*given[:size]), SegmentRun(*given[size:])]
         sides = list(zip(SIDES, self._variants, runs, strict=True))
         for side, variant, run in sides:
-            with of_side(side):
+            with error_context(side):
                 variant.check_run(*run)
         self._check_apart(sides)
         results = []
         for side, variant, run in sides:
-            with of_side(side):
+            with error_context(side):
                 results.append(variant.attend_to(*run))
         return tuple(results)
 
@@ -98,32 +98,32 @@ class InSequence:
                     refuse_shared(mine, value, others, other)
 
 
-class Joint(NamedTuple):
+class PodPlan(NamedTuple):
     """Plan of one kind of prefill together with the planned decode batch."""
 
     of: Plan | None  # the decode side's; None: a plan with other options came since
     prefill: Request
     decode_options: _core.AttentionOptions
     workspace: Workspace
-    launch: PlannedVariant | InSequence
+    launch: PlannedVariant | TwoLaunches
 
 
-class Joints:
-    """Joint plans of one wrapper, made in the workspace of its decode side."""
+class PodPlanCache:
+    """Plans of one wrapper for both sides, made in the workspace of its decode side."""
 
     def __init__(self, decode: BatchPrefillWithPagedKVCacheWrapper) -> None:
         self._decode = decode
-        self._kept: OrderedDict[Hashable, Joint] = OrderedDict()
+        self._kept: OrderedDict[Hashable, PodPlan] = OrderedDict()
         # Plans that CUDA graphs may replay, by key and options of the decode side: kept for good.
-        self._captured: dict[tuple[Hashable, _core.AttentionOptions], Joint] = {}
-        self._replaced: list[Joint] = []  # captured too, under keys that have a newer plan
-        self.last: Joint | None = None
+        self._captured: dict[tuple[Hashable, _core.AttentionOptions], PodPlan] = {}
+        self._replaced: list[PodPlan] = []  # captured too, under keys that have a newer plan
+        self.last: PodPlan | None = None
 
-    def find(self, key: Hashable, decode: Plan) -> Joint | None:
+    def find(self, key: Hashable, decode: Plan) -> PodPlan | None:
         found = self._kept.get(key)
         return found if found is not None and found.of is decode else None
 
-    def make(self, key: Hashable, prefill: Request, decode: Plan) -> Joint:
+    def make(self, key: Hashable, prefill: Request, decode: Plan) -> PodPlan:
         """Plans both sides. Raises all that a plan() raises once its arguments are checked."""
         check.not_traced()
         workspace = decode.workspace
@@ -135,28 +135,28 @@ class Joints:
             )
         workspace = workspace.beside()
         launch = self._launch(prefill, decode, workspace)
-        joint = Joint(decode, prefill, decode.request.options, workspace, launch)
-        self._kept[key] = joint
+        pod_plan = PodPlan(decode, prefill, decode.request.options, workspace, launch)
+        self._kept[key] = pod_plan
         self._kept.move_to_end(key)
-        if len(self._kept) > _JOINTS_KEPT:
+        if len(self._kept) > _PLANS_KEPT:
             self._kept.popitem(last=False)
-        return joint
+        return pod_plan
 
     def run(
-        self, key: Hashable, joint: Joint, prefill: SegmentRun, decode: SegmentRun
+        self, key: Hashable, pod_plan: PodPlan, prefill: SegmentRun, decode: SegmentRun
     ) -> tuple[Result, ...]:
         graph = self._decode._graph
         if graph is not None and _core.debugging():
             graph.check_buffers(self._decode._current().request.batch)
-        was_shared = joint.launch.shared
-        results = joint.launch.attend_to(*prefill, *decode)
-        if joint.launch.shared and not was_shared:
-            captured = (key, joint.decode_options)
+        was_shared = pod_plan.launch.shared
+        results = pod_plan.launch.attend_to(*prefill, *decode)
+        if pod_plan.launch.shared and not was_shared:
+            captured = (key, pod_plan.decode_options)
             before = self._captured.get(captured)
             if before is not None:
                 self._replaced.append(before)
-            self._captured[captured] = joint
-        self.last = joint
+            self._captured[captured] = pod_plan
+        self.last = pod_plan
         return results
 
     def forget(self) -> None:
@@ -164,60 +164,60 @@ class Joints:
         kept, self._kept = self._kept, OrderedDict()
         self.last = None
         workspace = self._decode._plan.workspace
-        for joint in kept.values():
-            if isinstance(joint.launch, PlannedVariant) and not joint.launch.shared:
-                workspace.give_back(joint.launch.place.buffer, joint.launch)
+        for pod_plan in kept.values():
+            if isinstance(pod_plan.launch, PlannedVariant) and not pod_plan.launch.shared:
+                workspace.give_back(pod_plan.launch.place.buffer, pod_plan.launch)
 
     # use_cuda_graph=True: plan() changes what a captured run() replays, but for its options.
 
-    def joined(self) -> Iterator[tuple[Hashable, Joint]]:
+    def joined(self) -> Iterator[tuple[Hashable, PodPlan]]:
         """Captured plans of one launch for both sides, which reads the decode side's lengths."""
-        for (key, _), joint in self._captured.items():
-            if isinstance(joint.launch, PlannedVariant):
-                yield key, joint
+        for (key, _), pod_plan in self._captured.items():
+            if isinstance(pod_plan.launch, PlannedVariant):
+                yield key, pod_plan
 
-    def drafts(self, decode: Request) -> list[tuple[Hashable, Joint, PlannedVariant]]:
+    def drafts(self, decode: Request) -> list[tuple[Hashable, PodPlan, PlannedVariant]]:
         """The plans of everything captured, for another decode batch. Changes nothing; what the
         current stream does from now on comes after the runs of other streams."""
         joined, found = list(self.joined()), []
         if joined:
             self._decode._graph.check_kv_lens(decode.kv_lens)
-        for _, joint in joined:
-            joint.launch.place.check_captured(1, decode.batch, decode.largest_page)
-        for key, joint in joined:
-            sides, backend = _both_sides(joint, decode), joint.launch.backend
-            found.append((key, joint, pipeline.plan(joint.workspace, backend, *sides)))
-        for _, joint in joined:
-            order_behind_users(joint.launch.buffers, joint.launch.device_stream)
+        for _, pod_plan in joined:
+            pod_plan.launch.place.check_captured(1, decode.batch, decode.largest_page)
+        for key, pod_plan in joined:
+            sides, backend = _both_sides(pod_plan, decode), pod_plan.launch.backend
+            found.append((key, pod_plan, pipeline.plan(pod_plan.workspace, backend, *sides)))
+        for _, pod_plan in joined:
+            order_behind_users(pod_plan.launch.buffers, pod_plan.launch.device_stream)
         return found
 
-    def write(self, drafts: list[tuple[Hashable, Joint, PlannedVariant]], decode: Plan) -> None:
-        for key, joint, launch in drafts:
-            launch.place_in(joint.workspace, SIDES, joint.launch.place)
-            pipeline.upload(joint.workspace, (launch,))
-            as_planned = joint.decode_options == decode.request.options
-            joint = joint._replace(of=decode if as_planned else None, launch=launch)
-            self._captured[key, joint.decode_options] = joint
+    def write(self, drafts: list[tuple[Hashable, PodPlan, PlannedVariant]], decode: Plan) -> None:
+        for key, pod_plan, launch in drafts:
+            launch.place_in(pod_plan.workspace, SIDES, pod_plan.launch.place)
+            pipeline.upload(pod_plan.workspace, (launch,))
+            as_planned = pod_plan.decode_options == decode.request.options
+            pod_plan = pod_plan._replace(of=decode if as_planned else None, launch=launch)
+            self._captured[key, pod_plan.decode_options] = pod_plan
             if as_planned:
-                self._kept[key] = joint
+                self._kept[key] = pod_plan
 
     def _launch(
         self, prefill: Request, decode: Plan, workspace: Workspace
-    ) -> PlannedVariant | InSequence:
+    ) -> PlannedVariant | TwoLaunches:
         """The one place that decides whether both sides are one launch."""
         sides, name = (prefill, decode.request), self._decode._requested_backend.name
         apart = _forced_apart or any(side.batch.max_qo_len == 0 for side in sides)
         backend = backends.choose(name, prefill.device, *(side.options for side in sides))
         if not apart and backend.separates(*sides) is None and not backend.faster_apart(*sides):
             return pipeline.made(workspace, backend, *sides, names=SIDES)
-        with of_side(SIDES[0]):
+        with error_context(SIDES[0]):
             variant = pipeline.made(workspace, name, prefill._replace(graph_rows=0))
-        return InSequence(variant, decode.primary)
+        return TwoLaunches(variant, decode.primary)
 
 
-def _both_sides(joint: Joint, decode: Request) -> list[Request]:
+def _both_sides(pod_plan: PodPlan, decode: Request) -> list[Request]:
     """Requests of both sides as a graph captured them, with the lengths of another decode batch."""
-    return [joint.prefill, decode._replace(options=joint.decode_options)]
+    return [pod_plan.prefill, decode._replace(options=pod_plan.decode_options)]
 
 
 @forwards(
@@ -230,7 +230,7 @@ class PodWrapper:
     workspace, the buffers of CUDA graphs and the plan of every run()."""
 
     _decode: BatchPrefillWithPagedKVCacheWrapper
-    _joints: Joints
+    _pod_plans: PodPlanCache
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -246,13 +246,13 @@ class PodWrapper:
         """Replaces the float workspace, and the int workspace of the decode side alone, as in
         BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer(). Work lists of both sides lie
         in memory of the wrapper's own."""
-        if self.is_cuda_graph_enabled and any(True for _ in self._joints.joined()):
+        if self.is_cuda_graph_enabled and any(True for _ in self._pod_plans.joined()):
             raise ValueError(
                 "reset_workspace_buffer(): a CUDA graph has captured a run(), which holds on to "
                 "the workspaces; construct another wrapper"
             )
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
-        self._joints.forget()
+        self._pod_plans.forget()
 
     @property
     def device(self) -> torch.device:
@@ -268,19 +268,19 @@ class PodWrapper:
     def variant(self) -> str | None:
         """The id of the kernel of the last run(), or of both where they were two launches; before a
         run() that of the decode side alone, before plan() None."""
-        last = self._joints.last
+        last = self._pod_plans.last
         return self._decode.variant if last is None else last.launch.id
 
     @property
     def launches(self) -> int | None:
         """Launches of the last run(): 1, or 2 where no kernel takes both sides or two launches are
         faster; None before."""
-        last = self._joints.last
+        last = self._pod_plans.last
         return None if last is None else last.launch.launches
 
     @property
     def _backend(self) -> str:
-        last = self._joints.last
+        last = self._pod_plans.last
         return self._decode._backend if last is None else last.launch.backend.name
 
     _indptr_type = torch.int32
@@ -290,7 +290,7 @@ class PodWrapper:
         where = f"kv_layout={decode._kv_layout!r}, device='{self.device}'"
         if decode._plan.request is None:
             return f"{name}(backend={decode._requested_backend!r}, {where}, not planned)"
-        last = self._joints.last
+        last = self._pod_plans.last
         launches = "no run yet" if last is None else f"launches={last.launch.launches}"
         return (
             f"{name}(backend={self._backend!r}{decode._requested_backend.override}, "
@@ -298,16 +298,16 @@ class PodWrapper:
         )
 
     def _memory(
-        self, dense: torch.Tensor | None, packed: torch.Tensor | None, joint: Joint
+        self, dense: torch.Tensor | None, packed: torch.Tensor | None, pod_plan: PodPlan
     ) -> _core.RunMemory:
         """Run memory of the prefill side, with the mask of one run, checked and packed."""
         device_stream = self._decode._plan.workspace.device_stream
-        batch, given_packed = joint.prefill.batch, packed is not None
-        with of_side(SIDES[0]):
+        batch, given_packed = pod_plan.prefill.batch, packed is not None
+        with error_context(SIDES[0]):
             mask = masks.check_mask(dense, packed, batch)
             masks.check_mask_device(mask, self.device)
             mask = masks.mask_of_run(mask, given_packed, batch, device_stream, side="_p")
-        return joint.launch.memory_with_mask(mask)
+        return pod_plan.launch.memory_with_mask(mask)
 
     def _check_call(self, use_fp16_qk_reduction: Any, enable_pdl: Any) -> None:
         if check.traced():
