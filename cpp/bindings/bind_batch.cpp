@@ -30,19 +30,23 @@ std::shared_ptr<PageArray> make_page_array(const Uploader& uploader, std::int64_
 }
 
 void bind_batch(py::module_& m) {
-  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
-      .def(py::init([](Address qo_indptr, Address kv_indptr, Address last_page_len,
-                       int num_requests, int page_size, bool are_bounds) {
-             return std::make_shared<Batch>(
-                 BatchArrays{.qo_indptr = pointer<const std::int32_t>(qo_indptr),
-                             .kv_indptr = pointer<const std::int32_t>(kv_indptr),
-                             .last_page_len = pointer<const std::int32_t>(last_page_len),
-                             .num_requests = num_requests,
-                             .page_size = page_size,
-                             .are_bounds = are_bounds});
-           }),
+  py::class_<BatchArrays>(m, "BatchArrays")
+      .def(py::init(
+               [](Address qo_indptr, Address kv_indptr, Address last_page_len, int num_requests) {
+                 return BatchArrays{.qo_indptr = pointer<const std::int32_t>(qo_indptr),
+                                    .kv_indptr = pointer<const std::int32_t>(kv_indptr),
+                                    .last_page_len = pointer<const std::int32_t>(last_page_len),
+                                    .num_requests = num_requests};
+               }),
            py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("last_page_len"),
-           py::arg("num_requests"), py::arg("page_size"), py::arg("are_bounds") = false)
+           py::arg("num_requests"));
+  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
+      .def(py::init([](BatchArrays arrays, int page_size, bool are_bounds) {
+             arrays.page_size = page_size;
+             arrays.are_bounds = are_bounds;
+             return std::make_shared<Batch>(arrays);
+           }),
+           py::arg("arrays"), py::arg("page_size"), py::arg("are_bounds") = false)
       .def_property_readonly("num_requests", &Batch::num_requests)
       .def_property_readonly("page_size", &Batch::page_size)
       .def_property_readonly("are_bounds", &Batch::are_bounds)

@@ -161,6 +161,14 @@ void bind_places(py::module_& m) {
   py::class_<Uploader, std::shared_ptr<Uploader>>(m, "Uploader")
       .def(py::init<int>(), py::arg("device"))
       .def_property_readonly("device", &Uploader::device);
+  py::class_<RequestLengths>(m, "RequestLengths")
+      .def(py::init([](Address qo_indptr, Address kv_indptr, Address kv_lens, int table_stride) {
+             return RequestLengths{.qo_indptr = pointer<const std::int32_t>(qo_indptr),
+                                   .kv_indptr = pointer<const std::int32_t>(kv_indptr),
+                                   .kv_lens = pointer<const std::int32_t>(kv_lens),
+                                   .table_stride = table_stride};
+           }),
+           py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("kv_lens"), py::arg("table_stride"));
   py::class_<Place, std::shared_ptr<Place>>(m, "Place")
       .def_readonly("buffer", &Place::buffer)
       .def_property(
@@ -172,18 +180,13 @@ void bind_places(py::module_& m) {
            py::arg("largest_page"))
       .def(
           "set_lengths",
-          [](const Place& place, Address qo_indptr, Address kv_indptr, Address kv_lens,
-             int table_stride, std::int64_t qo_tokens, std::int64_t kv_tokens, Address stream) {
-            place.set_lengths({.qo_indptr = pointer<const std::int32_t>(qo_indptr),
-                               .kv_indptr = pointer<const std::int32_t>(kv_indptr),
-                               .kv_lens = pointer<const std::int32_t>(kv_lens),
-                               .table_stride = table_stride,
-                               .qo_tokens = qo_tokens,
-                               .kv_tokens = kv_tokens},
-                              {.device = place.device(), .stream = pointer<void>(stream)});
+          [](const Place& place, RequestLengths lengths, std::int64_t qo_tokens,
+             std::int64_t kv_tokens, Address stream) {
+            lengths.qo_tokens = qo_tokens;
+            lengths.kv_tokens = kv_tokens;
+            place.set_lengths(lengths, {.device = place.device(), .stream = pointer<void>(stream)});
           },
-          py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("kv_lens"), py::arg("table_stride"),
-          py::arg("qo_tokens"), py::arg("kv_tokens"), py::arg("stream"),
+          py::arg("lengths"), py::arg("qo_tokens"), py::arg("kv_tokens"), py::arg("stream"),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "arrive_before",

@@ -156,17 +156,15 @@ void bind_run(py::module_& m) {
   m.def("last_variant", &BoundRun::last_variant);
   m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
   py::class_<RunFunctions, std::shared_ptr<RunFunctions>>(m, "RunFunctions")
-      .def(py::init([](py::object check, py::object refuse, py::object stream,
-                       py::object stream_changed, py::object copy) {
-             return std::make_shared<RunFunctions>(
-                 RunFunctions{.check = std::move(check),
-                              .refuse = std::move(refuse),
-                              .stream = std::move(stream),
-                              .stream_changed = std::move(stream_changed),
-                              .copy = std::move(copy)});
-           }),
-           py::arg("check"), py::arg("refuse"), py::arg("stream"), py::arg("stream_changed"),
-           py::arg("copy"));
+      .def(py::init(
+               [](py::object check, py::object refuse, py::object stream_changed, py::object copy) {
+                 return std::make_shared<RunFunctions>(
+                     RunFunctions{.check = std::move(check),
+                                  .refuse = std::move(refuse),
+                                  .stream_changed = std::move(stream_changed),
+                                  .copy = std::move(copy)});
+               }),
+           py::arg("check"), py::arg("refuse"), py::arg("stream_changed"), py::arg("copy"));
   add_functions(m, {&bound_definition, &check_definition, &upload_definition});
 }
 

@@ -363,7 +363,7 @@ py::object BoundRun::make_outputs(const BoundSegment& bound, bool blank,
 void* BoundRun::current_stream() const {
   if (place_->device() == kCpuDevice) return nullptr;
   if (const auto stream = torch_.current_stream(place_->device())) return *stream;
-  return pointer<void>(settings_->functions->stream(context_).cast<Address>());
+  return pointer<void>(context_[3].attr("stream")().cast<Address>());  // an older torch
 }
 
 void* BoundRun::follow_stream() {

@@ -21,7 +21,6 @@ namespace preflash {
 struct RunFunctions {
   pybind11::object check;           // (arguments of run): numbers and BoundSegment of each segment
   pybind11::object refuse;          // (arguments of run): raises where a gradient or trace is lost
-  pybind11::object stream;          // address of the current stream
   pybind11::object stream_changed;  // called before a run on another stream than the last run's
   pybind11::object copy;            // (buffer, array, most), without context: see upload()
 };
@@ -66,7 +65,8 @@ struct PlannedSegmentMemory {
 // Thread-safe: any number of threads may call run() at once.
 class BoundRun : public std::enable_shared_from_this<BoundRun> {
  public:
-  // context: of settings' functions; its first item has the request of each segment.
+  // context: of settings' functions: the requests and names of the segments, the buffers and the
+  // device's stream (_run.variant.PlannedVariant).
   BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
            std::shared_ptr<RunSettings> settings, pybind11::tuple context);
 

@@ -2,8 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -22,6 +24,8 @@ namespace py = pybind11;
 
 // Generated: bind_vocabulary() and describe_variant().
 #include "bindings/bind_vocabulary.inl"
+
+using Side = std::pair<AttentionOptions, std::shared_ptr<Batch>>;
 
 py::dict describe(const TileShape& tile) {
   py::dict row;
@@ -149,14 +153,11 @@ void bind_introspection(py::module_& m) {
         "The same of one launch that runs two segments side by side.");
   m.def(
       "faster_apart",
-      [](Family family, const AttentionOptions& prefill, std::shared_ptr<Batch> prefill_batch,
-         const AttentionOptions& decode, std::shared_ptr<Batch> decode_batch) {
-        return faster_apart(traits_of(family),
-                            {.options = prefill, .batch = std::move(prefill_batch)},
-                            {.options = decode, .batch = std::move(decode_batch)});
+      [](Family family, const Side& prefill, const Side& decode) {
+        return faster_apart(traits_of(family), {.options = prefill.first, .batch = prefill.second},
+                            {.options = decode.first, .batch = decode.second});
       },
-      py::arg("family"), py::arg("prefill"), py::arg("prefill_batch"), py::arg("decode"),
-      py::arg("decode_batch"),
+      py::arg("family"), py::arg("prefill"), py::arg("decode"),
       "Whether a launch for each is expected to take less time than one for both.");
   m.def(
       "in_matrix",

@@ -14,28 +14,14 @@ namespace {
 
 namespace py = pybind11;
 
-LaunchTarget launch_target(int device, Address stream, int num_threads) {
-  check_num_threads(num_threads);
-  return {.device = device, .stream = pointer<void>(stream), .num_threads = num_threads};
+void pack_bits(const PackBitsParams& params, const LaunchTarget& target) {
+  py::gil_scoped_release release;
+  check_launch(services_of(target.device).pack_bits(params, target), "packbits");
 }
 
-void pack_bits(Address x, Address packed, Address segments, int num_segments, bool little,
-               int device, Address stream, int num_threads) {
-  PackBitsParams params{.x = pointer<const std::uint8_t>(x),
-                        .packed = pointer<std::uint8_t>(packed),
-                        .in_begin = pointer<const std::int64_t>(segments),
-                        .out_begin = pointer<const std::int64_t>(segments) + num_segments + 1,
-                        .num_segments = num_segments,
-                        .little = little};
-  const LaunchTarget target = launch_target(device, stream, num_threads);
+void merge(const MergeStatesParams& params, const LaunchTarget& target) {
   py::gil_scoped_release release;
-  check_launch(services_of(device).pack_bits(params, target), "packbits");
-}
-
-void merge(const MergeStatesParams& params, int device, Address stream, int num_threads) {
-  const LaunchTarget target = launch_target(device, stream, num_threads);
-  py::gil_scoped_release release;
-  check_launch(services_of(device).merge_states(params, target), "merge_states");
+  check_launch(services_of(target.device).merge_states(params, target), "merge_states");
 }
 
 using IndexNumbers = std::tuple<Address, std::int64_t, std::int64_t, int>;
@@ -67,29 +53,46 @@ AppendedRows appended_rows(const RowNumbers& rows, const PoolNumbers& pool, int 
           .row_bytes = row_bytes};
 }
 
-void append_paged_kv(const AppendParams& params, int device, Address stream, int num_threads) {
-  const LaunchTarget target = launch_target(device, stream, num_threads);
+void append_paged_kv(const AppendParams& params, const LaunchTarget& target) {
   py::gil_scoped_release release;
-  check_launch(services_of(device).append_paged_kv(params, target), "append_paged_kv_cache");
+  check_launch(services_of(target.device).append_paged_kv(params, target), "append_paged_kv_cache");
 }
 
 }  // namespace
 
 void bind_ops(py::module_& m) {
-  m.def("pack_bits", &pack_bits, py::arg("x"), py::arg("packed"), py::arg("segments"),
-        py::arg("num_segments"), py::arg("little"), py::arg("device"), py::arg("stream"),
-        py::arg("num_threads"));
+  py::class_<LaunchTarget>(m, "LaunchTarget")
+      .def(py::init([](int device, Address stream, int num_threads) {
+             check_num_threads(num_threads);
+             return LaunchTarget{
+                 .device = device, .stream = pointer<void>(stream), .num_threads = num_threads};
+           }),
+           py::arg("device"), py::arg("stream"), py::arg("num_threads"));
+  py::class_<PackBitsParams>(m, "PackBitsParams")
+      .def(py::init([](bool little) { return PackBitsParams{.little = little}; }),
+           py::arg("little"))
+      .def("set_arrays",
+           [](PackBitsParams& params, Address x, Address packed) {
+             params.x = pointer<const std::uint8_t>(x);
+             params.packed = pointer<std::uint8_t>(packed);
+           })
+      .def("set_segments",
+           [](PackBitsParams& params, Address begins, int num_segments) {
+             params.in_begin = pointer<const std::int64_t>(begins);
+             params.out_begin = params.in_begin + num_segments + 1;
+             params.num_segments = num_segments;
+           })
+      .def("launch", &pack_bits, py::arg("target"));
   py::class_<MergeStatesParams>(m, "MergeStatesParams")
-      .def(py::init([](DType dtype, std::int64_t num_tokens, int num_states, int num_heads,
-                       int head_dim) {
+      .def(py::init([](DType dtype, int num_states, std::tuple<std::int64_t, int, int> shape) {
+             const auto [num_tokens, num_heads, head_dim] = shape;
              return MergeStatesParams{.dtype = dtype,
                                       .num_tokens = num_tokens,
                                       .num_states = num_states,
                                       .num_heads = num_heads,
                                       .head_dim = head_dim};
            }),
-           py::arg("dtype"), py::arg("num_tokens"), py::arg("num_states"), py::arg("num_heads"),
-           py::arg("head_dim"))
+           py::arg("dtype"), py::arg("num_states"), py::arg("shape"))
       .def("set_inputs",
            [](MergeStatesParams& params, Address v_a, Address s_a, Address v_b, Address s_b) {
              params.v[0] = pointer<const void>(v_a);
@@ -103,7 +106,7 @@ void bind_ops(py::module_& m) {
              params.s_out = pointer<float>(s);
              params.token_mask = pointer<const std::uint8_t>(token_mask);
            })
-      .def("launch", &merge, py::arg("device"), py::arg("stream"), py::arg("num_threads"));
+      .def("launch", &merge, py::arg("target"));
   py::class_<AppendParams>(m, "AppendParams",
                            "Addresses, counts and strides (of arrays in elements, else bytes)")
       .def(py::init([](std::int64_t num_tokens, std::int64_t num_pages, int page_size) {
@@ -130,8 +133,7 @@ void bind_ops(py::module_& m) {
              params.page_indptr = index_array(indptr);
              std::tie(params.table_width, params.table_stride) = row;
            })
-      .def("launch", &append_paged_kv, py::arg("device"), py::arg("stream"),
-           py::arg("num_threads"));
+      .def("launch", &append_paged_kv, py::arg("target"));
 }
 
 }  // namespace preflash

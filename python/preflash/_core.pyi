@@ -105,12 +105,10 @@ def find_error(wanted: Variant) -> str | None: ...
 def find_error(family: Family, options: AttentionOptions) -> str | None: ...
 def faster_apart(
     family: Family,
-    prefill: AttentionOptions,
-    prefill_batch: Batch,
-    decode: AttentionOptions,
-    decode_batch: Batch,
+    prefill: tuple[AttentionOptions, Batch],
+    decode: tuple[AttentionOptions, Batch],
 ) -> bool:
-    """Whether a launch for each is expected to take less time than one for both."""
+    """True if a launch for each is expected to take less time than one for both."""
 
 def find_joint_error(
     family: Family, first: AttentionOptions, second: AttentionOptions
@@ -146,16 +144,15 @@ class Torch:
         increment_version: Callable[[Any], None],
     ) -> None: ...
 
-class Batch:
+class BatchArrays:
+    """int32 arrays on the host, by address. last_page_len: 0 if ragged."""
+
     def __init__(
-        self,
-        qo_indptr: int,
-        kv_indptr: int,
-        last_page_len: int,
-        num_requests: int,
-        page_size: int,
-        are_bounds: bool = False,
+        self, qo_indptr: int, kv_indptr: int, last_page_len: int, num_requests: int
     ) -> None: ...
+
+class Batch:
+    def __init__(self, arrays: BatchArrays, page_size: int, are_bounds: bool = False) -> None: ...
     are_bounds: Final[bool]
     exact_rows: Final[bool]
     kv_are_bounds: Final[bool]
@@ -338,6 +335,12 @@ def plan(
     """The plan of one launch. segments: one or two, each (options, batch, graph_max_rows,
     graph_mask_bytes)."""
 
+class RequestLengths:
+    """Lengths of a batch on the device, by address. kv_indptr: 0 where paged, with table_stride
+    entries of a page table for each request."""
+
+    def __init__(self, qo_indptr: int, kv_indptr: int, kv_lens: int, table_stride: int) -> None: ...
+
 class Place:
     """Memory for a work list, where one plan at a time is."""
 
@@ -354,17 +357,10 @@ class Place:
         they hold have other memory, or are too small. largest_page: -1 if not known."""
 
     def set_lengths(
-        self,
-        qo_indptr: int,
-        kv_indptr: int,
-        kv_lens: int,
-        table_stride: int,
-        qo_tokens: int,
-        kv_tokens: int,
-        stream: int,
+        self, lengths: RequestLengths, qo_tokens: int, kv_tokens: int, stream: int
     ) -> None:
-        """Puts lengths that are on the device into a plan of bounds. kv_indptr: 0 where paged, with
-        so many entries of a page table for each request. Rows from qo_tokens on are nobody's."""
+        """Replaces the lengths of a plan of bounds by those of the device. qo_tokens: rows of q;
+        kv_tokens: of k and v, or of the pages of one row of the table."""
 
     def arrive_before(self, stream: int) -> None:
         """What is launched on `stream` from now on finds the copy complete. The host does not wait,
@@ -415,7 +411,7 @@ class RunFunctions:
         values of each (2: maximum and sum); of k and v of [page, token, head], with the numbers of
         pages and of tokens in one.
     refuse: raises where a gradient or a trace would miss the run.
-    stream: the address of the current one. stream_changed: before a run on another than the last.
+    stream_changed: called before a run on another stream than that of the last run.
     copy: (buffer, array, most) of upload(), where the array is not contiguous and one-dimensional
         on the host; called without the context.
     """
@@ -424,14 +420,13 @@ class RunFunctions:
         self,
         check: Callable[..., Sequence[tuple]],
         refuse: Callable[..., None],
-        stream: Callable[[Any], int],
         stream_changed: Callable[[Any], None],
         copy: Callable[[Any, Any, int], None],
     ) -> None: ...
 
 class RunSettings:
-    """What the runs of plans with the same options and layouts have in common, with the tensors
-    that have passed the checks. float_workspace: a tensor; None: every run brings its own, if any.
+    """Settings and checked tensors that the runs of plans with the same options and layouts share.
+    float_workspace: a tensor; None: every run brings its own, if any.
     num_threads: called for every launch; None: not on the CPU. launched_by: called with each launch
     instead of starting it; None: launches are started."""
 
@@ -451,7 +446,8 @@ def bound_run(
     both, or a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
     return_lse, lse_base, lse_layout. memory: a RunMemory of this run alone; None: the plan's.
 
-    context: what the settings' functions get; the first item has the Request of each segment.
+    context: of the settings' functions: the requests and names of the segments, the buffers, and
+        the DeviceStream.
     """
 
 def upload(
@@ -491,13 +487,18 @@ class Trace:
     def launches(self) -> list[tuple[str, int, int]]:
         """Kernel, first record and number of records of each."""
 
+class LaunchTarget:
+    """A device, a stream of it, and the threads of a launch on the CPU."""
+
+    def __init__(self, device: int, stream: int, num_threads: int) -> None: ...
+
 class MergeStatesParams:
-    def __init__(
-        self, dtype: DType, num_tokens: int, num_states: int, num_heads: int, head_dim: int
-    ) -> None: ...
+    """shape: [tokens, heads, head_dim]."""
+
+    def __init__(self, dtype: DType, num_states: int, shape: tuple[int, int, int]) -> None: ...
     def set_inputs(self, v_a: int, s_a: int, v_b: int, s_b: int) -> None: ...
     def set_outputs(self, v: int, s: int, token_mask: int) -> None: ...
-    def launch(self, device: int, stream: int, num_threads: int) -> None: ...
+    def launch(self, target: LaunchTarget) -> None: ...
 
 _Rows = tuple[int, int, int]  # address, strides of token and head in bytes
 _Pool = tuple[int, int, int, int]  # address, strides of page, token and head in bytes
@@ -511,15 +512,12 @@ class AppendParams:
     def set_page_table(self, indices: _Array, indptr: _Array, row: tuple[int, int]) -> None:
         """row: width and stride of a block table's rows; (0, 0): indices is a list."""
 
-    def launch(self, device: int, stream: int, num_threads: int) -> None: ...
+    def launch(self, target: LaunchTarget) -> None: ...
 
-def pack_bits(
-    x: int,
-    packed: int,
-    segments: int,
-    num_segments: int,
-    little: bool,
-    device: int,
-    stream: int,
-    num_threads: int,
-) -> None: ...
+class PackBitsParams:
+    def __init__(self, little: bool) -> None: ...
+    def set_arrays(self, x: int, packed: int) -> None: ...
+    def set_segments(self, begins: int, num_segments: int) -> None:
+        """begins: the first elements of all segments and their end, then the first bytes; int64."""
+
+    def launch(self, target: LaunchTarget) -> None: ...

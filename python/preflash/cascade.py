@@ -168,18 +168,14 @@ def _merge(
         into = v.new_empty((tokens, heads, head_dim)), s.new_empty((tokens, heads))
     if into[0].numel() == 0:
         return into
-    on = DeviceStream(v.device)
+    num_states = v.shape[1] if other is None else 2
     params = _core.MergeStatesParams(
-        dtype=check.CORE_DTYPES[v.dtype],
-        num_tokens=tokens,
-        num_states=v.shape[1] if other is None else 2,
-        num_heads=heads,
-        head_dim=head_dim,
+        check.CORE_DTYPES[v.dtype], num_states, (tokens, heads, head_dim)
     )
     others = (0, 0) if other is None else map(check.address, other)
     params.set_inputs(*map(check.address, states), *others)
     params.set_outputs(*map(check.address, into), 0 if mask is None else check.address(mask))
-    params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
+    params.launch(DeviceStream(v.device).target())
     return into
 
 

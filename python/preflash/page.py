@@ -205,8 +205,7 @@ def append_paged_kv_cache(
         extent = (kv_indices.shape[0] - 1) * row[1] + row[0]
         kv_indices = kv_indices.as_strided((extent,), (1,))
     params.set_page_table(_index_numbers(kv_indices), _index_numbers(kv_indptr), row)
-    on = DeviceStream(device)
-    params.launch(device=on.ordinal, stream=on.stream(), num_threads=on.num_threads())
+    params.launch(DeviceStream(device).target())
     check.written(k_cache, v_cache)
 
 

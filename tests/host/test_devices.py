@@ -54,7 +54,7 @@ for feature in support_table._FEATURES:
             for qo, kv in ((1, 4096), (700, 900)):
                 lengths = [np.arange(5, dtype=np.int32) * n for n in (qo, kv)]
                 addresses = [array.ctypes.data for array in lengths]
-                batch = _core.Batch(*addresses, 0, 4, 0)
+                batch = _core.Batch(_core.BatchArrays(*addresses, 0, 4), page_size=0)
                 mask_bytes = 0
                 if options.mask == _core.Mask.custom:
                     batch = batch.with_mask()

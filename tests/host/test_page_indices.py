@@ -12,7 +12,8 @@ def batch_of(begin: int, end: int) -> _core.Batch:
     qo_indptr, kv_indptr = np.array([0, 1], "<i4"), np.array([begin, end], "<i4")
     last_page_len = np.array([1], "<i4")
     arrays = (qo_indptr, kv_indptr, last_page_len)
-    return _core.Batch(*(array.ctypes.data for array in arrays), num_requests=1, page_size=16)
+    addresses = (array.ctypes.data for array in arrays)
+    return _core.Batch(_core.BatchArrays(*addresses, num_requests=1), page_size=16)
 
 
 @pytest.mark.parametrize("begin", [0, 3])

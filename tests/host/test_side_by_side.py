@@ -35,7 +35,7 @@ def options(causal, **changes):
 
 def batch(requests, qo_len, kv_len):
     qo, kv = (torch.arange(requests + 1, dtype=torch.int32) * length for length in (qo_len, kv_len))
-    return _core.Batch(qo.data_ptr(), kv.data_ptr(), 0, requests, 0)
+    return _core.Batch(_core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, requests), page_size=0)
 
 
 def apart(prefill, decode, family=FAMILIES.sm80, causal=True, **changes):
@@ -44,10 +44,8 @@ def apart(prefill, decode, family=FAMILIES.sm80, causal=True, **changes):
     requests, keys = decode
     return _core.faster_apart(
         family,
-        options(causal, **changes),
-        batch(count, tokens, tokens),
-        options(False),
-        batch(requests, 1, keys),
+        (options(causal, **changes), batch(count, tokens, tokens)),
+        (options(False), batch(requests, 1, keys)),
     )
 
 
@@ -93,7 +91,7 @@ def test_a_prefill_that_leaves_sms_idle():
     few = batch(5, 1, 12_000)
     for tokens, expected in ((400, True), (800, False)):
         chunk = batch(1, tokens, tokens + 5000)
-        sides = options(True), chunk, options(False), few
+        sides = (options(True), chunk), (options(False), few)
         assert _core.faster_apart(FAMILIES.sm90, *sides) is expected
         assert not _core.faster_apart(FAMILIES.sm80, *sides)
 
@@ -118,12 +116,12 @@ def test_what_a_mask_leaves_is_what_counts():
 def test_requests_without_tokens_or_keys_count_nothing():
     qo = torch.tensor([0, 8192, 8192, 8192], dtype=torch.int32)
     kv = torch.tensor([0, 8192, 8192, 108192], dtype=torch.int32)
-    prefill = _core.Batch(qo.data_ptr(), kv.data_ptr(), 0, 3, 0)
+    prefill = _core.Batch(_core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, 3), page_size=0)
     alone = batch(1, 8192, 8192)
     for keys in (1024, 8192):
         results = [
             _core.faster_apart(
-                FAMILIES.sm80, options(True), one, options(False), batch(32, 1, keys)
+                FAMILIES.sm80, (options(True), one), (options(False), batch(32, 1, keys))
             )
             for one in (prefill, alone)
         ]

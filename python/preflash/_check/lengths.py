@@ -80,7 +80,8 @@ def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
     kv_len = check.integer("kv_len", kv_len, at_least=0)
     indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
     begin = check.address(indptr)
-    return _core.Batch(begin, begin + 2 * indptr.element_size(), 0, 1, 0)
+    arrays = _core.BatchArrays(begin, begin + 2 * indptr.element_size(), 0, 1)
+    return _core.Batch(arrays, page_size=0)
 
 
 def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
@@ -126,9 +127,10 @@ def batch_of(
 ) -> _core.Batch:
     """Makes a Batch of contiguous int32 CPU arrays. Ragged: page_size 0 and no last_page_len."""
     last = 0 if last_page_len is None else last_page_len.data_ptr()
-    requests = qo_indptr.numel() - 1
-    begins = qo_indptr.data_ptr(), kv_indptr.data_ptr()
-    return _core.Batch(*begins, last, requests, page_size, are_bounds)
+    arrays = _core.BatchArrays(
+        qo_indptr.data_ptr(), kv_indptr.data_ptr(), last, qo_indptr.numel() - 1
+    )
+    return _core.Batch(arrays, page_size, are_bounds)
 
 
 def _attach_page_indices(

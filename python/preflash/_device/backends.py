@@ -55,9 +55,8 @@ class Backend:
 
     def faster_apart(self, prefill: Request, decode: Request) -> bool:
         """True if one launch for both is expected to take more time than two."""
-        return _core.faster_apart(
-            self._family, prefill.options, prefill.batch, decode.options, decode.batch
-        )
+        sides = ((side.options, side.batch) for side in (prefill, decode))
+        return _core.faster_apart(self._family, *sides)
 
     def plan(self, float_bytes: int, *requests: Request) -> _core.Plan:
         """The plan of one launch for one request, or for two. Raises everything that a public

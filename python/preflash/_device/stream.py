@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from .. import _core
+
 
 @functools.cache
 def ordinal_of(device: torch.device) -> int:
@@ -47,6 +49,10 @@ class DeviceStream:
     def num_threads(self) -> int:
         """Threads of a launch on the CPU, the caller's included: those that torch would use now."""
         return torch.get_num_threads() if self.ordinal < 0 else 1
+
+    def target(self) -> _core.LaunchTarget:
+        """Target of a launch on the current stream."""
+        return _core.LaunchTarget(self.ordinal, self.stream(), self.num_threads())
 
     def owner_stream(self) -> torch.cuda.Stream | None:
         """The current stream as an object, to tell torch's allocator who uses a tensor."""

@@ -132,10 +132,11 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
         variant.request.pages.given.copy_(lengths.pages, non_blocking=True)
         pages_each = lengths.pages_each
         extent = pages_each * operands.page_size
-    variant.place.set_lengths(
-        lengths.qo_indptr.data_ptr(), kv_begin, lengths.kv_lens.data_ptr(), pages_each,
-        operands.q.shape[0], extent, device_stream.stream(),
-    )  # fmt: skip
+    on_device = _core.RequestLengths(
+        lengths.qo_indptr.data_ptr(), kv_begin, lengths.kv_lens.data_ptr(), pages_each
+    )
+    rows, stream = operands.q.shape[0], device_stream.stream()
+    variant.place.set_lengths(on_device, rows, extent, stream)
     was_shared = variant.shared
     result = _attend(call, lengths, variant)
     if variant.shared and not was_shared:  # with a CUDA graph

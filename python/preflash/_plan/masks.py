@@ -137,16 +137,10 @@ def pack_segments(
     little: bool,
 ) -> None:
     """Packs x [n]. segments [2, num_segments + 1] int64: first elements, then first bytes."""
-    _core.pack_bits(
-        x=check.address(x),
-        packed=check.address(packed),
-        segments=check.address(segments),
-        num_segments=segments.numel() // 2 - 1,
-        little=little,
-        device=device_stream.ordinal,
-        stream=device_stream.stream(),
-        num_threads=device_stream.num_threads(),
-    )
+    params = _core.PackBitsParams(little)
+    params.set_arrays(check.address(x), check.address(packed))
+    params.set_segments(check.address(segments), segments.numel() // 2 - 1)
+    params.launch(device_stream.target())
 
 
 # Multi-item scoring.

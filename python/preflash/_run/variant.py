@@ -281,7 +281,6 @@ def _is_start_of(buffer: torch.Tensor, array: torch.Tensor) -> bool:
 _FUNCTIONS = _core.RunFunctions(
     check=_bound_to,
     refuse=_refuse_gradients,
-    stream=lambda context: context[3].stream(),
     stream_changed=_stream_changed,
     copy=_copy,
 )
