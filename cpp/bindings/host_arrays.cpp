@@ -124,9 +124,9 @@ std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer
   return dlpack::Device{.type = dlpack::kCuda, .id = uploader->device()};
 }
 
-// Checks page indices in the usual form. Returns the largest of the first `used` on the
-// host, which the batch takes over unless a graph's buffer gets them; True for those on the GPU,
-// which nobody reads here. None: not in the usual form, or too many for the buffer.
+// Checks page indices in the usual form. Returns the largest of the first `used` indices on the
+// host, which the batch takes over unless a graph's buffer gets them; True for indices on the GPU,
+// which are not read. Returns None if the form is another, or the buffer is too small.
 py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader* uploader,
                         PyObject* buffer, Batch& batch) {
   const std::int32_t used = batch.kv_end();

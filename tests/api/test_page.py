@@ -99,7 +99,7 @@ FORMS = {
 
 
 def block_table(order: torch.Tensor, indptr: list[int], target) -> torch.Tensor:
-    """The same pages as rows at some distance, with entries of no page behind each request's."""
+    """The pages as a block table with padding columns, which hold no page."""
     counts = torch.tensor(indptr).diff()
     table = torch.full((len(counts), int(counts.max()) + 5), 10**6, dtype=torch.int32)
     for row, begin, count in zip(table, indptr, counts, strict=False):
@@ -257,7 +257,7 @@ def test_what_the_table_has_no_place_for_is_not_written(target, monkeypatch):
     )  # fmt: skip
     assert cache[:, 0, :, 0, 0].nonzero().tolist() == [[1, 0], [3, 0], [3, 3]]
     cache.zero_()
-    for place in (8, 4):  # in the third page, which kv_indptr counts alone; in none of request 0
+    for place in (8, 4):  # page 2 of request 1, which has two columns; page 1 of request 0: has one
         preflash.append_paged_kv_cache(
             rows[:1], rows[:1], ints(target, int(place == 8)), ints(target, place), cache, table,
             ints(target, 0, 1, 4), ints(target, 4, 4),

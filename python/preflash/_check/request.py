@@ -40,11 +40,11 @@ class Request(NamedTuple):
     # [num_requests] int32: the keys of each request when a run reads it, where the batch has upper
     # bounds; None: the batch has the lengths.
     kv_lens: torch.Tensor | None = None
-    scales: Scales | None = None  # of a run() that gives none; None: every run() gives them
+    scales: Scales | None = None  # of a run() without scales; None: every run() has scales
     causal: bool = False  # as given; in the options it is off with a custom mask
     logits_soft_cap: float = 0.0  # as given; in the options it is float32
     items: Items = NO_ITEMS
-    prefill: Request | None = None  # of BatchPODWithPagedKVCacheWrapper, planned beside this one
+    prefill: Request | None = None  # BatchPODWithPagedKVCacheWrapper: the prefill side's
 
     @property
     def qo_tokens(self) -> int:

@@ -47,8 +47,8 @@ def order_behind_users(buffers: Iterable[Buffer], device_stream: DeviceStream) -
     streams: set[int | None] = set()
     for buffer in buffers:
         streams |= buffer._streams or set()
-    # NOTE: every time, for those that an earlier call has waited for, too: they may be replaying a
-    # graph since, of which nobody tells.
+    # NOTE: streams that an earlier call has waited for, too: a graph replay on one of them since
+    # then is not visible here.
     for stream in streams - {None, device_stream.stream()}:
         if not _core.is_capturing(device_stream.ordinal, stream):
             device_stream.wait_for(stream)

@@ -100,8 +100,8 @@ class Workspace:
         return settings
 
     def buffer_of(self, tensor: torch.Tensor) -> Buffer:
-        """The buffer of a tensor that one plan after the other uses: it knows the streams of runs
-        of all of them."""
+        """Returns the buffer of a tensor that successive plans use: the same for all of them, so
+        that it knows the streams of all their runs."""
         key = (id(tensor), tensor.data_ptr())
         found = self._lent.get(key)
         if found is None:

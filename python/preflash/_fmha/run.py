@@ -35,7 +35,7 @@ class _Cache(threading.local):
 
 
 _cache = _Cache()
-_captured: list[PlannedVariant] = []  # what CUDA graphs replay; nobody tells when they are gone
+_captured: list[PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
 
 
 def run(call: FmhaCall) -> Result:

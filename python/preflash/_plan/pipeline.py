@@ -87,7 +87,7 @@ def made(
     *requests: Request,
     names: Sequence[str] = ("",),
 ) -> PlannedVariant:
-    """Planned, placed and uploaded. names: of the segments, in messages."""
+    """Plans, places and uploads. names: of the segments, in messages."""
     variant = plan(workspace, backend, *requests)
     variant.place_in(workspace, names)
     upload(workspace, (variant,))

@@ -67,8 +67,8 @@ class PlannedVariant:
         names: Sequence[str] = ("",),
         where: _core.Place | None = None,
     ) -> None:
-        """Gives the work list its memory: that of an earlier plan, which a CUDA graph runs, or
-        memory of the workspace. names: of the segments, in messages."""
+        """Allocates the work list: in `where`, the place that a CUDA graph captured, or in the
+        workspace. names: of the segments, in messages."""
         if where is None:
             where = new_place(workspace.int_buffer(self.plan.int_bytes), workspace)
         self.place, requests = where, self.requests
@@ -84,7 +84,7 @@ class PlannedVariant:
                 if tensor is not None:
                     kept = request.graph_rows > 0  # from plan to plan
                     buffers.append(workspace.buffer_of(tensor) if kept else Buffer(tensor))
-        for buffer in buffers:  # tells the allocator
+        for buffer in buffers:
             buffer.used_on_current_stream(device_stream)
         settings = workspace.run_settings(self.backend, requests, _FUNCTIONS)
         context = (requests, names, buffers, device_stream)
@@ -93,7 +93,7 @@ class PlannedVariant:
             self.attend_to = functools.partial(_attend_converted, self.bound, requests[0])
 
     def give_mask(self, mask: torch.Tensor) -> None:
-        """The mask of a request that was planned without; before place_in()."""
+        """Sets the mask of the request, which was planned without one; before place_in()."""
         self.requests = (self.request._replace(mask=mask),)
 
     def check_run(self, *arguments: Any) -> None:

@@ -176,8 +176,8 @@ class BatchPrefillWrapper(EngineAttributes):
         arrays: IndexArrays | None = None,
         forward: Mapping[str, Any] | None = None,
     ) -> tuple[Plan, CopyIn | None]:
-        """A plan that has passed every check, whose variants have no place yet; the wrapper is as
-        it was. With use_cuda_graph=True also the call that fills the buffers.
+        """Plans without changing the wrapper. Returns a plan that has passed every check, whose
+        variants have no place yet, and with use_cuda_graph=True the call that fills the buffers.
 
         forward: plan for these options of a forward() that will follow, where they can be served;
         it is for forward() to refuse them, not for this call.
@@ -349,7 +349,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if variant is None or options is not asked:
             variant = self._select(plan, options)
             if type(a.window_left) is int and a.skip_factor == 0.0:
-                plan.windows[a.window_left] = variant
+                plan.keep_window(a.window_left, variant)
         if a.per_head.scaled and variant.plan.has_prepass:
             check_per_head(a.per_head, options, self.device, plan.request.q_given)
             variant = self._select(plan, prepass.without(options))

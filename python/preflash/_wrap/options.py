@@ -83,8 +83,8 @@ def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) ->
 
 
 def quick_variant(plan: Plan, options: RunKeywords) -> PlannedVariant | None:
-    """The variant of a run() with these options that needs no further look at them: none but a
-    window that an earlier run() had. None: another option is set, or unknown, or a first run()."""
+    """Returns the variant of a run() without options, or with a window alone that an earlier run()
+    had. None: other options are set, or unknown, or the window is new."""
     window_left = None
     for name, value in options.items():
         if name == "window_left" and type(value) is int:

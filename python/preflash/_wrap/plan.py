@@ -24,8 +24,8 @@ class Plan(NamedTuple):
 
     workspace: Workspace
     request: Request | None = None  # None: not planned, and no variants
-    # The variant of a run() without options; None if begin_forward() planned another one and no
-    # run() has used this one yet.
+    # The variant of a run() without options; None until the first such run() if begin_forward()
+    # planned for the options of forward() instead.
     default_variant: PlannedVariant | None = None
     # The variant that plan() or begin_forward() made.
     primary: PlannedVariant | None = None
@@ -51,11 +51,17 @@ class Plan(NamedTuple):
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
         """Adds one to the others. Makes room for it; shared ones stay (CUDA graphs, copies)."""
         if len(self.others) >= _VARIANTS_KEPT:
-            self.windows.clear()
+            self.windows.clear()  # which may hold them
             for surplus, other in list(self.others.items()):
                 if not other.shared:
                     self.others.pop(surplus, None)
         self.others[options] = variant
+
+    def keep_window(self, window_left: int, variant: PlannedVariant) -> None:
+        """Remembers the variant of a run() with this window and no other option."""
+        if len(self.windows) >= _VARIANTS_KEPT:
+            self.windows.clear()
+        self.windows[window_left] = variant
 
     def dropped(self, captured: Captured) -> Plan:
         """This plan without its variants, for the next plan() to overwrite their memory."""

@@ -43,7 +43,7 @@ class _Cache(threading.local):
 
 
 _cache = _Cache()
-_captured: list[PlannedVariant] = []  # what CUDA graphs replay; nobody tells when they are gone
+_captured: list[PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
 
 
 def attention_of_one(a: SingleArguments) -> Result:
