@@ -136,7 +136,7 @@ wheels: $(VENV)/tools
 	$(BIN)/python wheels/build.py $(WHEEL_ARGS)
 
 # What has to hold before a tag (wheels/README.md, A release). The wheel of this environment's Python
-# also beside each of TORCHES, the first and the last that README.md names. Takes WHEEL_ARGS, too.
+# also beside each of TORCHES, the first and the last that docs/install.md names. Takes WHEEL_ARGS, too.
 TORCHES := torch==2.4.1 torch==2.13.0
 release-check: changelog lint test wheels
 	@tag=$$($(BIN)/python -c "import sys; print('cp%d%d' % sys.version_info[:2])"); \
