@@ -40,14 +40,13 @@ bool is_true(const py::object& value) {
 }  // namespace
 
 Torch::Torch(const py::object& tensor_type, const py::object& is_tracing,
-             const py::object& is_grad_enabled, const py::object& forward_ad,
-             const py::object& increment_version)
+             const py::object& is_grad_enabled, const py::object& autograd)
     : exchange_(find_exchange(tensor_type)),
       tensor_type_(tensor_type),
       is_tracing_(is_tracing),
       is_grad_enabled_(is_grad_enabled),
-      forward_ad_(forward_ad),
-      increment_version_(increment_version),
+      forward_ad_(autograd.attr("forward_ad")),
+      increment_version_(autograd.attr("graph").attr("increment_version")),
       requires_grad_(py::str("requires_grad")),
       current_level_(py::str("_current_level")),
       is_neg_(py::getattr(tensor_type, "is_neg", py::none())) {}
@@ -133,10 +132,9 @@ void Torch::tell_written(PyObject* tensor) const {
 
 void bind_torch(py::module_& m) {
   py::class_<Torch, std::shared_ptr<Torch>>(m, "Torch")
-      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&,
-                    const py::object&>(),
+      .def(py::init<const py::object&, const py::object&, const py::object&, const py::object&>(),
            py::arg("tensor_type"), py::arg("is_tracing"), py::arg("is_grad_enabled"),
-           py::arg("forward_ad"), py::arg("increment_version"));
+           py::arg("autograd"));
 }
 
 }  // namespace preflash

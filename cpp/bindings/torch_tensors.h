@@ -67,11 +67,9 @@ struct SeenTensor {
 
 // Access of runs to torch: to tensors, streams, and the state of autograd and jit.
 struct Torch {
-  // forward_ad, increment_version: torch.autograd.forward_ad, the module, and
-  // torch.autograd.graph.increment_version.
+  // autograd: the module torch.autograd.
   Torch(const pybind11::object& tensor_type, const pybind11::object& is_tracing,
-        const pybind11::object& is_grad_enabled, const pybind11::object& forward_ad,
-        const pybind11::object& increment_version);
+        const pybind11::object& is_grad_enabled, const pybind11::object& autograd);
 
   // An ordinary tensor's state; none for subclasses, tensors without memory or strides, dtypes that
   // the protocol does not know, and an older torch.

@@ -133,15 +133,14 @@ def cpu_isa() -> str:
 
 class Torch:
     """How C++ reads tensors, and what it asks and tells torch. tensor_type: torch.Tensor;
-    forward_ad: the module."""
+    autograd: the module torch.autograd."""
 
     def __init__(
         self,
         tensor_type: type,
         is_tracing: Callable[[], bool],
         is_grad_enabled: Callable[[], bool],
-        forward_ad: Any,
-        increment_version: Callable[[Any], None],
+        autograd: Any,
     ) -> None: ...
 
 class BatchArrays:

@@ -19,13 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import _core
 
 # For C++: reads tensors, asks about tracing and autograd, and reports what was written.
-TORCH = _core.Torch(
-    torch.Tensor,
-    jit_is_tracing,
-    is_grad_enabled,
-    forward_ad,
-    torch.autograd.graph.increment_version,
-)
+TORCH = _core.Torch(torch.Tensor, jit_is_tracing, is_grad_enabled, torch.autograd)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
