@@ -49,7 +49,8 @@ class Plan(NamedTuple):
         return {self.primary, self.default_variant or self.primary, *list(self.others.values())}
 
     def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
-        """Adds one to the others. Makes room for it; shared ones stay (CUDA graphs, copies)."""
+        """Adds a variant to the others. Full, they first lose all but those that CUDA graphs or
+        copied wrappers share."""
         if len(self.others) >= _VARIANTS_KEPT:
             self.windows.clear()  # which may hold them
             for surplus, other in list(self.others.items()):
