@@ -43,7 +43,7 @@ from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
 from .options import check_announced, told_before, with_forward
-from .plan import Captured, Plan
+from .plan import CapturedPlaces, Plan
 
 # Placeholder skip factor of a plan; run() passes the real one, which counts unless it is 0 in
 # float32.
@@ -262,7 +262,7 @@ class BatchPrefillWrapper(EngineAttributes):
         self,
         workspace: Workspace,
         variant: PlannedVariant,
-        captured: Captured,
+        captured: CapturedPlaces,
     ) -> None:
         """Places the plan where a CUDA graph captured it, else in memory that no graph reads."""
         where = None

@@ -25,7 +25,7 @@ from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
 from .._plan.pipeline import ArrayCopy
 from .._run.variant import PlannedVariant, new_place
-from .plan import Captured
+from .plan import CapturedPlaces
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -185,7 +185,7 @@ class GraphMode:
                 "requests, or use another wrapper"
             )
 
-    def check_captured(self, captured: Captured, request: Request) -> None:
+    def check_captured(self, captured: CapturedPlaces, request: Request) -> None:
         """Raises ValueError if a captured run could not go on with the request's batch."""
         self.check_kv_lens(request.kv_lens)
         for options, place in captured:
@@ -259,7 +259,7 @@ class GraphMode:
 
     # Actions of plan() after all checks.
 
-    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: Captured) -> None:
+    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: CapturedPlaces) -> None:
         """Orders the current stream after runs on other streams that read what plan() is about to
         overwrite. Replays are unknown here."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the

@@ -15,7 +15,7 @@ _VARIANTS_KEPT = 8
 # Variants of one batch, by the options that they serve.
 Variants = dict[_core.AttentionOptions, PlannedVariant]
 # The places of work lists that CUDA graphs have captured, each with the options of its variant.
-Captured = tuple[tuple[_core.AttentionOptions, _core.Place], ...]
+CapturedPlaces = tuple[tuple[_core.AttentionOptions, _core.Place], ...]
 
 
 class Plan(NamedTuple):
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     # With use_cuda_graph=True: the maximum query rows of any plan, set by the first one, and the
     # places of captured work lists.
     graph_rows: int = 0
-    captured: Captured = ()
+    captured: CapturedPlaces = ()
     # The options of the last forward(), until a run() shows that the caller does not forward().
     last_forward: Mapping[str, Any] | None = None
 
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
             self.windows.clear()
         self.windows[window_left] = variant
 
-    def dropped(self, captured: Captured) -> Plan:
+    def dropped(self, captured: CapturedPlaces) -> Plan:
         """This plan without its variants, for the next plan() to overwrite their memory."""
         return Plan(
             self.workspace, None, None, None, {}, {}, self.shared, self.graph_rows, captured,
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
         replayed = (variant for variant in self.variants() if variant.place.is_captured)
         return (*self.shared, *replayed)
 
-    def captured_so_far(self) -> Captured:
+    def captured_so_far(self) -> CapturedPlaces:
         """Places that CUDA graphs have captured, under this plan and earlier ones."""
         known = [place for _, place in self.captured]
         new = [v for v in self.variants() if v.place not in known and v.place.is_captured]
