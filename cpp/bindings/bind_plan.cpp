@@ -102,24 +102,6 @@ PyObject* plan(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 PyMethodDef plan_definition = fast_definition("plan", &plan, "A plan of one launch.");
 
-// (uploader, torch, buffer), which has a tensor and its num_bytes
-PyObject* place(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "place takes 3 arguments");
-  try {
-    const auto buffer = argument<py::object>(given, 2);
-    return py::cast(std::make_shared<Place>(argument<std::shared_ptr<Uploader>>(given, 0),
-                                            argument<std::shared_ptr<Torch>>(given, 1), buffer,
-                                            buffer.attr("tensor"),
-                                            buffer.attr("num_bytes").cast<std::int64_t>()))
-        .release()
-        .ptr();
-  } catch (...) {
-    return raise(std::current_exception());
-  }
-}
-
-PyMethodDef place_definition = fast_definition("place", &place, "Where a plan goes.");
-
 // (a, b): whether two tuples hold the same objects, by identity: 1 is not True.
 PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 2 || !PyTuple_Check(given[0]) || !PyTuple_Check(given[1])) {
@@ -200,7 +182,7 @@ void bind_plan(py::module_& m) {
   bind_options(m);
   bind_plans(m);
   bind_places(m);
-  add_functions(m, {&plan_definition, &place_definition, &same_definition});
+  add_functions(m, {&plan_definition, &same_definition});
 }
 
 }  // namespace preflash

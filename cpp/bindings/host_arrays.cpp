@@ -1,8 +1,9 @@
-// The index arrays of plan() in their usual form: contiguous one-dimensional int32 tensors on the
-// CPU. Python handles all others, and says what is wrong with them.
+#include "bindings/host_arrays.h"
+
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -16,43 +17,32 @@
 #include "core/device_plan.h"
 
 namespace preflash {
-namespace {
 
 namespace py = pybind11;
 
-using Indices = std::span<const std::int32_t>;
-
-// True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it.
 bool debugging() {
   const char* const value = std::getenv("PREFLASH_DEBUG");
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
 }
 
-// torch's methods, called as from Python, for what the protocol's table does not tell.
-struct HostArrays {
-  std::shared_ptr<const Torch> torch;
-  py::object tensor_type;
-  py::object int32;
-  py::object dtype, is_cpu;  // names
-  // Methods.
-  py::object dim, is_contiguous, is_neg, data_ptr;
-  py::object storage_offset, numel, untyped_storage;
+HostArrays::HostArrays(std::shared_ptr<const Torch> of) : torch(std::move(of)) {
+  const py::module_ module = py::module_::import("torch");
+  tensor_type = module.attr("Tensor");
+  int32 = module.attr("int32");
+  dtype = py::str("dtype");
+  is_cpu = py::str("is_cpu");
+  dim = tensor_type.attr("dim");
+  is_contiguous = tensor_type.attr("is_contiguous");
+  is_neg = tensor_type.attr("is_neg");
+  data_ptr = tensor_type.attr("data_ptr");
+  storage_offset = tensor_type.attr("storage_offset");
+  numel = tensor_type.attr("numel");
+  untyped_storage = tensor_type.attr("untyped_storage");
+}
 
-  HostArrays(std::shared_ptr<const Torch> torch, const py::object& tensor_type,
-             const py::object& int32)
-      : torch(std::move(torch)),
-        tensor_type(tensor_type),
-        int32(int32),
-        dtype(py::str("dtype")),
-        is_cpu(py::str("is_cpu")),
-        dim(tensor_type.attr("dim")),
-        is_contiguous(tensor_type.attr("is_contiguous")),
-        is_neg(tensor_type.attr("is_neg")),
-        data_ptr(tensor_type.attr("data_ptr")),
-        storage_offset(tensor_type.attr("storage_offset")),
-        numel(tensor_type.attr("numel")),
-        untyped_storage(tensor_type.attr("untyped_storage")) {}
-};
+namespace {
+
+using Indices = std::span<const std::int32_t>;
 
 py::object call(const py::object& method, PyObject* tensor) {
   PyObject* result = PyObject_Vectorcall(method.ptr(), &tensor, 1, nullptr);
@@ -98,8 +88,7 @@ std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
 }
 
 // The elements of a usual array on a device. A storage that is too small was freed.
-std::optional<Indices> elements(const HostArrays& torch, PyObject* value,
-                                dlpack::Device device = kHost) {
+std::optional<Indices> elements(const HostArrays& torch, PyObject* value, dlpack::Device device) {
   const bool reads = torch.torch->reads();
   if (!reads && !(device == kHost)) return {};
   const std::optional<Indices> found =
@@ -113,8 +102,6 @@ std::optional<Indices> elements(const HostArrays& torch, PyObject* value,
   return found;
 }
 
-constexpr Py_ssize_t kArguments = 7;
-
 // The GPU of page indices that are not on the host: that of a graph's buffer for them, or of the
 // wrapper's uploads.
 std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer,
@@ -124,79 +111,126 @@ std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer
   return dlpack::Device{.type = dlpack::kCuda, .id = uploader->device()};
 }
 
-// Checks page indices in the usual form. Returns the largest of the first `used` indices on the
-// host, which the batch takes over unless a graph's buffer gets them; True for indices on the GPU,
-// which are not read. Returns None if the form is another, or the buffer is too small.
-py::object attach_pages(const HostArrays& torch, PyObject* given, const Uploader* uploader,
-                        PyObject* buffer, Batch& batch) {
+// Gives the batch its page indices; those on the host it takes over, unless a graph's buffer gets
+// them. False: the form is another, or the buffer is too small.
+bool attach_pages(const HostArrays& torch, const GivenArrays& given, BatchOfArrays* found) {
+  Batch& batch = *found->batch;
   const std::int32_t used = batch.kv_end();
   std::optional<dlpack::Tensor> into_buffer;
-  if (buffer != Py_None) {
-    into_buffer = torch.torch->read(buffer);
-    if (!into_buffer || into_buffer->ndim != 1 || used > into_buffer->shape[0]) return py::none();
+  if (given.indices_buffer != nullptr) {
+    into_buffer = torch.torch->read(given.indices_buffer);
+    if (!into_buffer || into_buffer->ndim != 1 || used > into_buffer->shape[0]) return false;
   }
   const auto holds = [used](const std::optional<Indices>& pages) {
     return pages && used >= 0 && used <= std::ssize(*pages);
   };
-  std::optional<Indices> pages = elements(torch, given);
+  std::optional<Indices> pages = elements(torch, given.indices, kHost);
   if (!holds(pages)) {
-    const auto gpu = gpu_of(into_buffer, uploader);
-    if (!gpu || *gpu == kHost || debugging()) return py::none();
-    return holds(elements(torch, given, *gpu)) ? py::object(py::bool_(true)) : py::none();
+    const auto gpu = gpu_of(into_buffer, given.uploader);
+    if (!gpu || *gpu == kHost || debugging()) return false;
+    found->pages_on_gpu = holds(elements(torch, given.indices, *gpu));
+    return found->pages_on_gpu;
   }
-  if (into_buffer) return py::int_(batch.largest_page_of(pages->data(), used));
+  if (into_buffer) {
+    found->largest_page = batch.largest_page_of(pages->data(), used);
+    return true;
+  }
   std::shared_ptr<PageArray> into;
-  if (uploader != nullptr && PageMemory::pays_for(used)) {
-    into = uploader->page_memory().find(used);
+  if (given.uploader != nullptr && PageMemory::pays_for(used)) {
+    into = given.uploader->page_memory().find(used);
     if (into == nullptr) {
-      into = make_page_array(*uploader, used);
-      pages = elements(torch, given);  // other threads may have been at it
-      if (!holds(pages)) return py::none();
+      into = make_page_array(*given.uploader, used);
+      pages = elements(torch, given.indices, kHost);  // other threads may have been at it
+      if (!holds(pages)) return false;
     }
   }
-  return py::int_(batch.set_page_indices(pages->data(), used, std::move(into)));
+  found->largest_page = batch.set_page_indices(pages->data(), used, std::move(into));
+  return true;
 }
 
-// (qo_indptr, kv_indptr, page_indices, last_page_len, page_size, uploader, buffer of page indices):
-// tensors but for page_size and an uploader; the last two may be None. page_size 0: ragged, without
-// tensors of pages.
-py::object batch_of(const HostArrays& torch, PyObject* const* given) {
-  const int page_size = static_cast<int>(PyLong_AsLong(given[4]));
-  const bool paged = page_size > 0;
-  std::optional<Indices> arrays[3];
-  const auto* uploader = py::handle(given[5]).cast<const Uploader*>();
-  std::vector<std::int32_t> ones;
-  for (int i = 0; i < (paged ? 3 : 2); ++i) {
-    PyObject* const array = given[i == 2 ? 3 : i];
-    arrays[i] = elements(torch, array);
-    if (!arrays[i] && i == 2 && page_size == 1 && !debugging()) {
-      // A page of one token holds one: no wait to hear it from the GPU.
-      const auto gpu = gpu_of(torch.torch->read(given[6]), uploader);
-      if (!gpu || *gpu == kHost) return py::none();
-      const auto remote = elements(torch, array, *gpu);
-      if (!remote) return py::none();
-      ones.assign(remote->size(), 1);
-      arrays[i] = ones;
-    }
-    if (!arrays[i]) return py::none();
+std::vector<std::int32_t> numbers_up_to(std::size_t count) {
+  std::vector<std::int32_t> numbers(count);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  return numbers;
+}
+
+}  // namespace
+
+std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const GivenArrays& given) {
+  const bool paged = given.page_size > 0;
+  std::optional<Indices> qo_indptr, kv_indptr = elements(torch, given.kv_indptr, kHost);
+  std::optional<Indices> last_page_len;
+  std::vector<std::int32_t> ones, numbers;
+  if (!kv_indptr) return {};
+  if (given.qo_indptr == nullptr) {
+    numbers = numbers_up_to(kv_indptr->size());
+    qo_indptr = numbers;
+  } else {
+    qo_indptr = elements(torch, given.qo_indptr, kHost);
   }
-  const auto& [qo_indptr, kv_indptr, last_page_len] = arrays;
+  if (!qo_indptr) return {};
+  if (paged) {
+    last_page_len = elements(torch, given.last_page_len, kHost);
+    if (!last_page_len && given.page_size == 1 && !debugging()) {
+      // A page of one token holds one: no wait to hear it from the GPU.
+      std::optional<dlpack::Tensor> buffer;
+      if (given.indices_buffer != nullptr) buffer = torch.torch->read(given.indices_buffer);
+      const auto gpu = gpu_of(buffer, given.uploader);
+      if (!gpu || *gpu == kHost) return {};
+      const auto remote = elements(torch, given.last_page_len, *gpu);
+      if (!remote) return {};
+      ones.assign(remote->size(), 1);
+      last_page_len = ones;
+    }
+    if (!last_page_len) return {};
+  }
   const std::size_t size = qo_indptr->size();
   if (size == 0 || size > std::numeric_limits<int>::max() || kv_indptr->size() != size ||
       (paged && last_page_len->size() + 1 != size)) {
-    return py::none();
+    return {};
   }
-  auto batch =
-      std::make_shared<Batch>(BatchArrays{.qo_indptr = qo_indptr->data(),
-                                          .kv_indptr = kv_indptr->data(),
-                                          .last_page_len = paged ? last_page_len->data() : nullptr,
-                                          .num_requests = static_cast<int>(size) - 1,
-                                          .page_size = page_size});
-  py::object largest = py::none();
-  if (paged) {
-    largest = attach_pages(torch, given[2], uploader, given[6], *batch);
+  BatchOfArrays found{.batch = std::make_shared<Batch>(
+                          BatchArrays{.qo_indptr = qo_indptr->data(),
+                                      .kv_indptr = kv_indptr->data(),
+                                      .last_page_len = paged ? last_page_len->data() : nullptr,
+                                      .num_requests = static_cast<int>(size) - 1,
+                                      .page_size = given.page_size})};
+  found.has_pages = paged && attach_pages(torch, given, &found);
+  return found;
+}
+
+bool has_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch) {
+  const auto lengths = elements(torch, given, kHost);
+  if (!lengths || std::ssize(*lengths) != batch.num_requests()) return false;
+  for (int i = 0; i < batch.num_requests(); ++i) {
+    if ((*lengths)[i] != batch.kv_len(i)) return false;
   }
-  return py::make_tuple(std::move(batch), std::move(largest));
+  return true;
+}
+
+namespace {
+
+// (qo_indptr, kv_indptr, page_indices, last_page_len, page_size, uploader, buffer of page indices):
+// tensors but for page_size and an uploader; the last two may be None. page_size 0: ragged, without
+// tensors of pages. Returns (batch, pages): the largest page on the host; True: the pages are on
+// the GPU; None: ragged, or pages of another form.
+py::object batch_of(const HostArrays& torch, PyObject* const* given) {
+  const auto found =
+      batch_of_usual(torch, {.qo_indptr = given[0],
+                             .kv_indptr = given[1],
+                             .indices = given[2],
+                             .last_page_len = given[3],
+                             .page_size = static_cast<int>(PyLong_AsLong(given[4])),
+                             .uploader = py::handle(given[5]).cast<const Uploader*>(),
+                             .indices_buffer = given[6] == Py_None ? nullptr : given[6]});
+  if (!found) return py::none();
+  py::object pages = py::none();
+  if (found->pages_on_gpu) {
+    pages = py::bool_(true);
+  } else if (found->has_pages) {
+    pages = py::int_(found->largest_page);
+  }
+  return py::make_tuple(found->batch, std::move(pages));
 }
 
 template <class Answer>
@@ -215,6 +249,7 @@ PyObject* none_if_unusual(const Answer& answer) {
 }
 
 PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  constexpr Py_ssize_t kArguments = 7;
   if (count != kArguments) {
     return PyErr_Format(PyExc_TypeError, "a paged batch takes %zd arguments, not %zd", kArguments,
                         count);
@@ -222,8 +257,8 @@ PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) 
   return none_if_unusual([&] { return batch_of(state_of<HostArrays>(self), given); });
 }
 
-PyMethodDef paged_batch_definition = fast_definition(
-    "paged_batch", &paged_batch, "(Batch, what attach_pages() says) of usual arrays, or None.");
+PyMethodDef paged_batch_definition =
+    fast_definition("paged_batch", &paged_batch, "(Batch, pages) of usual arrays, or None.");
 
 // (kv_indptr, last_page_len, page_size): a list of the requests' lengths, or None where an array is
 // unusual or a value wrong.
@@ -233,8 +268,8 @@ py::object lengths_of(const HostArrays& torch, PyObject* const* given) {
     PyErr_Clear();
     return py::none();
   }
-  const std::optional<Indices> indptr = elements(torch, given[0]);
-  const std::optional<Indices> last_page_len = elements(torch, given[1]);
+  const std::optional<Indices> indptr = elements(torch, given[0], kHost);
+  const std::optional<Indices> last_page_len = elements(torch, given[1], kHost);
   if (!indptr || !last_page_len || last_page_len->size() + 1 != indptr->size()) return py::none();
   py::list lengths(last_page_len->size());
   for (std::size_t i = 0; i < last_page_len->size(); ++i) {
@@ -265,11 +300,10 @@ void bind_host_arrays(py::module_& m) {
   auto bind = [&](const char* name, PyMethodDef& definition) {
     m.def(
         name,
-        [&definition](std::shared_ptr<const Torch> torch, const py::object& tensor_type,
-                      const py::object& int32) {
-          return fast_callable(definition, HostArrays(std::move(torch), tensor_type, int32));
+        [&definition](std::shared_ptr<const Torch> torch) {
+          return fast_callable(definition, HostArrays(std::move(torch)));
         },
-        py::arg("torch"), py::arg("tensor_type"), py::arg("int32"));
+        py::arg("torch"));
   };
   bind("paged_batches", paged_batch_definition);
   bind("page_lengths_of", page_lengths_definition);

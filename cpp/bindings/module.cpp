@@ -19,8 +19,10 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   preflash::bind_batch(m);
   preflash::bind_plan(m);
   preflash::bind_run_memory(m);
+  preflash::bind_workspace(m);
   preflash::bind_run(m);
   preflash::bind_host_arrays(m);
+  preflash::bind_repeated_plan(m);
   preflash::bind_ops(m);
   preflash::bind_trace(m);
 }

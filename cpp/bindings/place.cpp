@@ -7,12 +7,11 @@ namespace preflash {
 namespace py = pybind11;
 
 Place::Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
-             py::object buffer, py::object tensor, std::int64_t capacity)
-    : DevicePlan(std::move(uploader), pointer<void>(torch->address_of(tensor.ptr())), capacity),
+             std::shared_ptr<Buffer> of)
+    : DevicePlan(std::move(uploader), pointer<void>(torch->address_of(of->tensor().ptr())),
+                 of->bytes()),
       torch(std::move(torch)),
-      buffer(std::move(buffer)),
-      tensor(std::move(tensor)),
-      capacity_(capacity) {}
+      buffer(std::move(of)) {}
 
 void Place::check_captured(int segment, const Batch& batch, std::int64_t largest_page) const {
   if (const auto tensors = held()) tensors->check();
@@ -24,8 +23,8 @@ void Place::note_capture(const PerSegment<RunTensors>& tensors, const py::object
   auto held =
       std::make_shared<HeldMemory>(torch, "a CUDA graph has captured a run()",
                                    "the graph holds its address: construct another wrapper");
-  held->hold("int_workspace_buffer", tensor,
-             {.address = reinterpret_cast<Address>(memory()), .bytes = capacity_});
+  held->hold("int_workspace_buffer", buffer->tensor(),
+             {.address = reinterpret_cast<Address>(memory()), .bytes = buffer->bytes()});
   if (!partials.is_none()) {
     held->hold("float_workspace_buffer", partials,
                {.address = torch->address_of(partials.ptr()), .bytes = plan()->float_bytes()});

@@ -10,6 +10,7 @@
 
 #include "bindings/guard.h"
 #include "bindings/run_memory.h"
+#include "bindings/workspace.h"
 #include "core/captured.h"
 #include "core/device_plan.h"
 
@@ -18,9 +19,8 @@ namespace preflash {
 // Memory for the work list of one plan at a time.
 class Place : public DevicePlan {
  public:
-  // buffer: Python's, which owns the tensor.
   Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
-        pybind11::object buffer, pybind11::object tensor, std::int64_t capacity);
+        std::shared_ptr<Buffer> buffer);
 
   // Records that a CUDA graph captured a run: later plans are written where the graph reads them.
   void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
@@ -33,7 +33,7 @@ class Place : public DevicePlan {
   // True if a CUDA graph that captured the plan, or a copied wrapper, may still run it.
   std::atomic<bool> shared = false;
   const std::shared_ptr<const Torch> torch;
-  const pybind11::object buffer, tensor;
+  const std::shared_ptr<Buffer> buffer;
 
   // Tensors whose addresses graphs hold; null: no graph has captured a run.
   std::shared_ptr<HeldMemory> held() const {
@@ -42,7 +42,6 @@ class Place : public DevicePlan {
   }
 
  private:
-  std::int64_t capacity_;
   mutable Guard guard_;  // guards captured_ and held_
   std::optional<PerSegment<Captured>> captured_;
   std::shared_ptr<HeldMemory> held_;

@@ -206,7 +206,7 @@ def debugging() -> bool:
     """True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it."""
 
 def paged_batches(
-    torch: Torch, tensor_type: type, int32: object
+    torch: Torch,
 ) -> Callable[
     [Any, Any, Any, Any, int, Uploader | None, Any], tuple[Batch, int | Literal[True] | None] | None
 ]:
@@ -217,9 +217,7 @@ def paged_batches(
 
     With the batch comes the largest page index; True for indices on the GPU; None for others."""
 
-def page_lengths_of(
-    torch: Torch, tensor_type: type, int32: object
-) -> Callable[[Any, Any, int], list[int] | None]:
+def page_lengths_of(torch: Torch) -> Callable[[Any, Any, int], list[int] | None]:
     """The function (kv_indptr, last_page_len, page_size) that tells the lengths of requests. None:
     not both are contiguous one-dimensional int32 tensors on the CPU, or a value is wrong."""
 
@@ -366,16 +364,6 @@ class Place:
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
         in it."""
 
-def place(uploader: Uploader, torch: Torch, buffer: Any, /) -> Place:
-    """buffer: has a device `tensor` and its `num_bytes`."""
-
-def same_objects(a: tuple, b: tuple, /) -> bool:
-    """By identity: 1 is not True."""
-
-def bytes_of(torch: Torch, name: str, tensor: Any, /) -> int:
-    """The bytes behind a contiguous tensor now, which its storage may have fewer of than its shape
-    says. Raises ValueError where it is not contiguous."""
-
 class HeldMemory:
     """Tensors whose memory has to stay where it is, because kernels go by its address. since,
     way_out: when it was as it has to be, and what to do where it is not, in errors."""
@@ -401,68 +389,135 @@ class RunMemory:
     ) -> None: ...
 
 class RunFunctions:
-    """What runs ask of Python where they are no ordinary ones. Each is given a run's context first;
-    check and refuse are given its arguments, too.
+    """Functions of Python for the rare paths of plan() and run().
 
-    check: raises all that is wrong with the tensors; returns for each segment the strides and
-        extents of (q, k, v, out, lse), where V begins in bytes, and the functions that make out and
-        lse of q. Strides are of [token, head], of q with the number of tokens, of lse with the
-        values of each (2: maximum and sum); of k and v of [page, token, head], with the numbers of
-        pages and of tokens in one.
-    refuse: raises where a gradient or a trace would miss the run.
-    stream_changed: called before a run on another stream than that of the last run.
-    copy: (buffer, array, most) of upload(), where the array is not contiguous and one-dimensional
-        on the host; called without the context.
+    check: (requests, arguments of the run) -> for each segment the strides and extents of (q, k, v,
+        out, lse), where V begins in bytes, and the functions that make out and lse of q. Raises all
+        that is wrong with the tensors. Strides are of [token, head], of q with the number of
+        tokens, of lse with the values of each (2: maximum and sum); of k and v of [page, token,
+        head], with the numbers of pages and of tokens in one.
+    refuse: (requests, arguments of the run); raises where a gradient or a trace would miss the run.
+    convert: (q, request) -> q in the dtype that kernels read, where Request.q_given is another.
+    copy: (buffer, array, most), of upload(), where the array is not contiguous and one-dimensional
+        on the host.
     """
 
     def __init__(
         self,
+        torch: Torch,
+        *,
         check: Callable[..., Sequence[tuple]],
         refuse: Callable[..., None],
-        stream_changed: Callable[[Any], None],
+        convert: Callable[[Any, Any], Any],
         copy: Callable[[Any, Any, int], None],
     ) -> None: ...
 
-class RunSettings:
-    """Settings and checked tensors that the runs of plans with the same options and layouts share.
-    float_workspace: a tensor; None: every run brings its own, if any.
-    num_threads: called for every launch; None: not on the CPU. launched_by: called with each launch
-    instead of starting it; None: launches are started."""
+class Buffer:
+    """A tensor that launches use besides the caller's, and the streams that use it."""
+
+    tensor: Final[Any]
+    num_bytes: Final[int]
+
+class Workspace:
+    """Memory for the plans of one wrapper.
+
+    device_stream: a DeviceStream. float_buffer, int_buffer: tensors or None. Without a float buffer
+    plans may use `float_bytes` of one that every run brings; without an int buffer the workspace
+    allocates its own."""
 
     def __init__(
         self,
         functions: RunFunctions,
-        float_workspace: Any | None,
-        num_threads: Callable[[], int] | None,
-        launched_by: Callable[[Callable[[], bool]], bool] | None,
+        device_stream: Any,
+        float_buffer: Any | None = None,
+        int_buffer: Any | None = None,
     ) -> None: ...
+    device_stream: Final[Any]
+    float_tensor: Final[Any | None]
+    float_bytes: int
+    @property
+    def int_room(self) -> int | None:
+        """Bytes of the caller's int buffer; None without one."""
+    @property
+    def known_uploader(self) -> Uploader | None:
+        """None before the first plan."""
+    def beside(self) -> Workspace:
+        """For other variants of a plan: the same float buffer, and int buffers of its own."""
+    def allocate(self, num_bytes: int) -> Buffer: ...
+    def place(self, buffer: Buffer) -> Place:
+        """Where a work list goes, in memory that nothing else uses."""
+    def give_back(self, variant: PlannedVariant) -> None:
+        """Takes back the memory of a variant that no later run uses. A run may be under way, for
+        which the memory is kept."""
 
-def bound_run(
-    place: Place, plan: Plan, settings: RunSettings, context: tuple, /
-) -> Callable[..., Any]:
-    """The function (q, kv, scales, outputs, memory), again for a second segment, that starts a
-    launch of a placed plan and returns the result, or that of each segment. kv: a cache that holds
-    both, or a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
-    return_lse, lse_base, lse_layout. memory: a RunMemory of this run alone; None: the plan's.
+class PlannedVariant:
+    """A batch, or two in one launch, each a segment with its own tensors, page table, mask and
+    options: the kernel, the work list and, once placed and uploaded, the launches.
 
-    context: of the settings' functions: the requests and names of the segments, the buffers, and
-        the DeviceStream.
-    """
+    backend: a Backend. requests: a Request for each segment. has no place before place_in()."""
+
+    def __init__(self, backend: Any, plan: Plan, requests: tuple[Any, ...]) -> None: ...
+    backend: Final[Any]
+    plan: Final[Plan]
+    id: Final[str]
+    requests: tuple[Any, ...]
+    @property
+    def request(self) -> Any:
+        """Request of the first segment."""
+    workspace: Final[Workspace]
+    device_stream: Final[Any]
+    place: Final[Place]
+    shared: bool
+    """True if another owner may still run it: a CUDA graph, or a copied wrapper."""
+    before_run: Callable[[], None] | None
+    """Called before every run."""
+    def place_in(self, workspace: Workspace, where: Place | None = None) -> None:
+        """Binds the plan to memory for its work list: to `where`, the place that a CUDA graph
+        captured, or to new memory of the workspace."""
+    def __call__(self, *arguments: Any) -> Any:
+        """Starts a launch and returns the result, or that of each segment.
+
+        arguments: (q, kv, scales, outputs, memory) of each segment. kv: a cache that holds both, or
+            a pair. scales: of the logits and of the output. outputs: out or None, lse or None,
+            return_lse, lse_base, lse_layout. memory: a RunMemory, or the per-head tensors, of this
+            run alone; None: the plan's."""
+    def check_run(self, *arguments: Any) -> None:
+        """The checks of a run alone."""
+
+def order_behind_users(
+    ran: Sequence[PlannedVariant], captured: Sequence[Place], workspace: Workspace
+) -> None:
+    """Orders the current stream after all earlier uses of the memory of variants and places, but
+    for those on streams that are being captured."""
 
 def upload(
-    runs: Sequence[Callable[..., Any]],
+    variants: Sequence[PlannedVariant],
     stream: int,
     copies: Sequence[tuple[Any, Any, int]],
     then: Callable[[], object] | None,
     /,
 ) -> None:
-    """Starts the copies of the runs' work lists to the device, and `copies` of int32 arrays: the
-    buffer on the device, the array, of which those on the host are read before this returns, and
-    the most elements. then: called once all have been started; no signal handler runs before it
-    where it runs no bytecode."""
+    """Starts the copies of the variants' work lists to the device, and `copies` of int32 arrays:
+    the buffer on the device, the array, of which those on the host are read before this returns,
+    and the most elements. then: called once all have been started; no signal handler runs before
+    it where it runs no bytecode."""
 
-def check_run(run: Callable[..., Any], /, *arguments: Any) -> None:
-    """The checks of a bound run alone."""
+class RepeatedPlan:
+    """The last plan() of a wrapper, for one that differs in index arrays alone.
+
+    call: the function of that plan(). roles: (name, position or -1, role) of its index arrays, the
+    role one of qo_indptr, kv_indptr, on_host (kv_indptr again), indices, last_page_len, kv_lens.
+    plan, graph: the wrapper's _wrap.plan.Plan, and its GraphMode or None."""
+
+    def __init__(
+        self, call: object, roles: Sequence[tuple[str, int, str]], plan: Any, graph: Any | None
+    ) -> None: ...
+    def remember(self, by_position: tuple, by_name: dict[str, Any]) -> None:
+        """Keeps the arguments that the next call is compared with."""
+
+def plan_again(wrapper: object, call: object, by_position: tuple, by_name: dict, /) -> bool:
+    """Plans, and makes the plan the wrapper's, where the call differs from its last one in index
+    arrays alone. False: nothing has changed, and Python has to plan or say what is wrong."""
 
 def last_variant() -> str:
     """The id of what this thread ran last, as a wrapper's `variant` has it; "" before a run."""

@@ -16,8 +16,8 @@ from ._check.calls import (
     SingleDecodeArguments,
 )
 from ._check.names import tells_nearest
-from ._compat.signatures import function_takes, takes
-from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
+from ._compat.signatures import function_takes, plans
+from ._wrap.decode import ARRAYS, BatchDecodeWithPagedKVCacheWrapper
 from ._wrap.single import attention_of_one
 from .cudnn import cudnn_batch_decode_with_kv_cache
 from .trtllm import trtllm_batch_decode_with_kv_cache
@@ -86,7 +86,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )  # fmt: skip
 
 
-@takes(FastDecodePlanArguments)
+@plans(FastDecodePlanArguments, **ARRAYS, global_override_indptr_cpu="on_host")
 def fast_decode_plan(self: BatchDecodeWithPagedKVCacheWrapper, a: FastDecodePlanArguments) -> None:
     """begin_forward() as a function, which engines put in its place:
     `wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)`.

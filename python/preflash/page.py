@@ -19,7 +19,7 @@ from ._wrap.traced import pools_of
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 # A serving engine asks in every step.
-_lengths_of_usual = _core.page_lengths_of(check.TORCH, torch.Tensor, torch.int32)
+_lengths_of_usual = _core.page_lengths_of(check.TORCH)
 
 
 def get_seq_lens(

@@ -514,4 +514,4 @@ def test_a_place_without_a_plan_cannot_be_launched():
     variant = pipeline.plan(workspace, "cpu", request)
     variant.place_in(workspace)
     with pytest.raises(RuntimeError, match="without a plan"):
-        variant.attend_to(inputs.q, (inputs.k, inputs.v), request.scales, DEFAULT_OUTPUTS, None)
+        variant(inputs.q, (inputs.k, inputs.v), request.scales, DEFAULT_OUTPUTS, None)

@@ -11,16 +11,14 @@ from preflash import _core
 from preflash._check.arguments import PerHead
 from preflash._check.outputs import Outputs
 from preflash._check.request import Request
-from preflash._device.workspace import Workspace
 from preflash._plan import pipeline
-from preflash._run.variant import PlannedVariant, SegmentRun, run_memory
+from preflash._run.variant import SegmentRun, new_workspace, run_memory
 from preflash.testing import runner
 from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.comparison import poison
 from preflash.testing.inputs import Inputs, build
 
 CPU = torch.device("cpu")
-SIDES = ("first", "second")
 
 # A prefill beside what it might meet: decode with other lengths, heads, dtypes and options.
 PREFILL = Case(
@@ -63,7 +61,7 @@ PAIRS = [
 ]
 
 
-def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[PlannedVariant, list]:
+def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[_core.PlannedVariant, list]:
     """The plan of both, and the request of each."""
     requests = []
     for one in inputs:
@@ -71,10 +69,10 @@ def planned(inputs: list[Inputs], float_bytes: int = 32 << 20) -> tuple[PlannedV
         runner.plan(wrapper, one)
         requests.append(wrapper._plan.request)
     partials = torch.full((float_bytes // 4,), torch.nan).view(torch.uint8)
-    return pipeline.made(Workspace(CPU, partials), "cpu", *requests, names=SIDES), requests
+    return pipeline.made(new_workspace(CPU, partials), "cpu", *requests), requests
 
 
-def poisoned_run(inputs: Inputs, request: Request, plan: PlannedVariant) -> SegmentRun:
+def poisoned_run(inputs: Inputs, request: Request, plan: _core.PlannedVariant) -> SegmentRun:
     case, shape = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
     kv = inputs.cache if case.paged else (inputs.k, inputs.v)
     outputs = Outputs(
@@ -83,15 +81,15 @@ def poisoned_run(inputs: Inputs, request: Request, plan: PlannedVariant) -> Segm
         return_lse=True,
     )
     of_heads = PerHead(inputs.sinks, inputs.scales.q, inputs.scales.k, inputs.scales.v)
-    memory = run_memory(plan.float_workspace, request.mask, of_heads)
+    memory = run_memory(plan.workspace.float_tensor, request.mask, of_heads)
     return SegmentRun(inputs.q, kv, request.scales, outputs, memory)
 
 
-def attend(plan: PlannedVariant, *runs: SegmentRun) -> tuple:
-    return plan.attend_to(*itertools.chain(*runs))
+def attend(plan: _core.PlannedVariant, *runs: SegmentRun) -> tuple:
+    return plan(*itertools.chain(*runs))
 
 
-def check(cases: tuple[Case, Case]) -> tuple[PlannedVariant, list]:
+def check(cases: tuple[Case, Case]) -> tuple[_core.PlannedVariant, list]:
     inputs = [build(case, seed=index) for index, case in enumerate(cases)]
     plan, requests = planned(inputs)
     results = attend(
@@ -143,7 +141,7 @@ def planned_alone(case: Case) -> _core.Plan:
     return wrapper._plan.primary.plan
 
 
-def pair_of_runs() -> tuple[PlannedVariant, list[SegmentRun]]:
+def pair_of_runs() -> tuple[_core.PlannedVariant, list[SegmentRun]]:
     inputs = [build(case, seed=index) for index, case in enumerate((PREFILL, DECODE))]
     plan, requests = planned(inputs)
     return plan, [poisoned_run(*one, plan) for one in zip(inputs, requests, strict=True)]
@@ -191,7 +189,7 @@ def test_errors_name_the_segment():
     good = planned([build(DECODE, seed=0)])[1][0]
     bad = good._replace(options=good.options.replace(num_qo_heads=9))
     with pytest.raises(ValueError, match="segment 1: num_qo_heads = 9 is not a multiple of"):
-        pipeline.made(Workspace(CPU, None), "cpu", good, bad)
+        pipeline.made(new_workspace(CPU), "cpu", good, bad)
 
 
 def test_other_backends_refuse_two_segments():
@@ -219,6 +217,6 @@ def test_wrappers_go_on_with_their_batches():
     for wrapper, one in zip(wrappers, inputs, strict=True):
         runner.plan(wrapper, one)
     requests = [wrapper._plan.request for wrapper in wrappers]
-    pipeline.made(Workspace(CPU, runner.workspace()), "cpu", *requests, names=SIDES)
+    pipeline.made(new_workspace(CPU, runner.workspace()), "cpu", *requests)
     for wrapper, one in zip(wrappers, inputs, strict=True):
         runner.compare(one, *runner.run(wrapper, one)).check()

@@ -125,7 +125,7 @@ def written_padding(wrapper, inputs, **options):
 
 
 def workspace_spill(wrapper, inputs, **options):
-    wrapper._plan.workspace.float_buffer.tensor._base[-1] = 0
+    wrapper._plan.workspace.float_tensor._base[-1] = 0
     return HONEST_RUN(wrapper, inputs, **options)
 
 

@@ -9,8 +9,7 @@ from preflash._check import values as check
 NOTHING = (lambda: False, lambda: False, torch.autograd)
 OLDER_TORCH = _core.Torch(object, *NOTHING)  # which C++ cannot read
 PAGED_BATCH = {
-    name: _core.paged_batches(one, torch.Tensor, torch.int32)
-    for name, one in (("torch", check.TORCH), ("older", OLDER_TORCH))
+    name: _core.paged_batches(one) for name, one in (("torch", check.TORCH), ("older", OLDER_TORCH))
 }
 
 

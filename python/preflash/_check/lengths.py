@@ -14,7 +14,7 @@ from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 from .request import PageList, Request
 
 # The batch of usual arrays on the CPU; None: look at them one by one.
-_batch_of_usual = _core.paged_batches(check.TORCH, torch.Tensor, torch.int32)
+_batch_of_usual = _core.paged_batches(check.TORCH)
 
 
 class IndexArrays(NamedTuple):

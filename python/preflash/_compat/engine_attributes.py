@@ -276,9 +276,9 @@ class EngineAttributes:
     _max_item_len_ptr = _of_items("max_item_len_ptr")
     _block_tables = only(None, "block tables are plan()'s to check, and not used")
 
-    _float_workspace_buffer = told(operator.attrgetter("_plan.workspace.float_buffer.tensor"))
+    _float_workspace_buffer = told(operator.attrgetter("_plan.workspace.float_tensor"))
     # The work list, which plan() allocates.
-    _int_workspace_buffer = told(of_plan("primary.int_buffer.tensor"))
+    _int_workspace_buffer = told(of_plan("primary.place.buffer.tensor"))
     # The staging memory is not a tensor.
     _pin_memory_int_workspace_buffer = told(lambda wrapper: None)
 

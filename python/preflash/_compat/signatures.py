@@ -9,8 +9,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from .. import _core
 from .._check.calls import NEUTRAL
 from .._check.names import with_nearest
+from .._check.recording import eager
 from .._plan.masks import DENSE_DTYPES
 
 P = ParamSpec("P")
@@ -69,15 +71,15 @@ class _Orders:
     def __init__(self, kind: type) -> None:
         parameters = _signature(kind).parameters.values()
         self._types = {parameter.name: parameter.annotation for parameter in parameters}
-        self._documented = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self._newer = getattr(kind, "NEWER", self._documented)
+        self.documented = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._newer = getattr(kind, "NEWER", self.documented)
         # Calls with no more positional arguments than this mean the same in either order.
-        same = [a == b for a, b in zip(self._documented, self._newer, strict=False)]
+        same = [a == b for a, b in zip(self.documented, self._newer, strict=False)]
         self.num_same = same.index(False) if False in same else len(self._newer)
         # Position of the argument that may be called head_dim_qk; -1: no such argument.
         self.head_dim_at = -1
         if "head_dim_qk" in self._types:
-            self.head_dim_at = self._documented.index("head_dim")
+            self.head_dim_at = self.documented.index("head_dim")
 
     def translated(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The call in the documented order. Where the values fit both orders, the documented one
@@ -85,7 +87,7 @@ class _Orders:
         first = self.num_same
         if len(args) > first:
             tail, newer = args[first:], self._newer[first:]
-            if not self._fit(self._documented[first:], tail) and self._fit(newer, tail):
+            if not self._fit(self.documented[first:], tail) and self._fit(newer, tail):
                 named = dict(zip(newer, tail, strict=False))
                 twice = named.keys() & kwargs.keys()
                 if twice:
@@ -117,6 +119,33 @@ def takes(
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return method(self, collect(args, kwargs))
+
+        return _with_signature(call, method, kind, {})
+
+    return decorate
+
+
+def plans(
+    kind: Callable[P, Arguments], **arrays: str
+) -> Callable[[Callable[[Self, Arguments], None]], Callable[Concatenate[Self, P], None]]:
+    """takes() for a plan(). One call of C++ makes a plan that differs from the wrapper's last one
+    in index arrays alone, as the steps of an engine do.
+
+    arrays: the role of each index array (_core.RepeatedPlan), by the name of its parameter.
+    """
+    orders = _Orders(kind)
+    first = orders.documented[: orders.num_same]  # at the same positions in both orders
+    roles = [(n, first.index(n) if n in first else -1, role) for n, role in arrays.items()]
+
+    def decorate(method: Callable) -> Callable:
+        collect = _collector(kind, method, {})
+
+        @eager
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not _core.plan_again(self, call, args, kwargs):
+                a = collect(args, kwargs)
+                method(self, a)
+                self._remember(a, (call, roles), (args, kwargs))
 
         return _with_signature(call, method, kind, {})
 

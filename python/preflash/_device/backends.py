@@ -40,23 +40,23 @@ class Backend:
     refusal: Callable[[torch.device], str | None]  # why it cannot compute on a device at all
 
     def __init__(self, family: _core.Family) -> None:
-        self._family = family
+        self.family = family
         self._traits = _core.traits_of(family)
         self.name: str = self._traits.backend
 
     def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """Reason why the kernels cannot serve the options on this device; None if they can."""
-        return self.refusal(device) or _core.find_error(self._family, options)
+        return self.refusal(device) or _core.find_error(self.family, options)
 
     def separates(self, prefill: Request, decode: Request) -> str | None:
         """Reason why the kernels cannot run both in one launch; None if they can."""
         refusal = self.refusal(decode.device)
-        return refusal or _core.find_joint_error(self._family, prefill.options, decode.options)
+        return refusal or _core.find_joint_error(self.family, prefill.options, decode.options)
 
     def faster_apart(self, prefill: Request, decode: Request) -> bool:
         """True if one launch for both is expected to take more time than two."""
         sides = ((side.options, side.batch) for side in (prefill, decode))
-        return _core.faster_apart(self._family, *sides)
+        return _core.faster_apart(self.family, *sides)
 
     def plan(self, float_bytes: int, *requests: Request) -> _core.Plan:
         """The plan of one launch for one request, or for two. Raises everything that a public
@@ -66,12 +66,12 @@ class Backend:
         if refusal is not None:
             # A build without the kernels of one architecture says so on every GPU.
             if self._traits.one_architecture and device.type == "cuda":
-                missing = _core.find_error(self._family, requests[0].options)
+                missing = _core.find_error(self.family, requests[0].options)
                 if missing is not None:
                     raise NotImplementedError(f"backend={self.name!r}: {missing}")
             raise ValueError(refusal + from_environment(self.name))
         segments = [(r.options, r.batch, r.graph_rows, r.graph_mask_bytes) for r in requests]
-        return _core.plan(self._family, ordinal_of(device), segments, float_bytes)
+        return _core.plan(self.family, ordinal_of(device), segments, float_bytes)
 
     def __repr__(self) -> str:
         return f"<preflash backend {self.name!r}>"

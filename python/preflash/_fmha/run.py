@@ -16,9 +16,8 @@ from .._check.request import PageList, Request
 from .._check.tensors import kv_of, refuse_shared
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
-from .._device.workspace import Workspace
 from .._plan import masks, pipeline, prepass
-from .._run.variant import PlannedVariant, run_memory
+from .._run.variant import new_workspace, run_memory
 from . import lengths as fmha_lengths
 from .arguments import FmhaCall
 from .lengths import FmhaLengths
@@ -30,12 +29,12 @@ _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 class _Cache(threading.local):
     def __init__(self) -> None:
         # For any lengths up to some; the one used last is the last.
-        self.plans: dict[tuple, PlannedVariant] = {}
-        self.workspace = functools.cache(lambda device: Workspace(device, None, float_bytes=0))
+        self.plans: dict[tuple, _core.PlannedVariant] = {}
+        self.workspace = functools.cache(new_workspace)
 
 
 _cache = _Cache()
-_captured: list[PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
+_captured: list[_core.PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
 
 
 def run(call: FmhaCall) -> Result:
@@ -86,13 +85,13 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
     workspace.float_bytes = call.given.workspace_buffer.nbytes
     variant = _planned(call, *fmha_lengths.exact(lengths), workspace)
     result = _attend(call, lengths, variant)
-    workspace.give_back(variant.int_buffer, variant)
+    workspace.give_back(variant)
     return result
 
 
 def _planned(
-    call: FmhaCall, batch: _core.Batch, pages: PageList | None, workspace: Workspace
-) -> PlannedVariant:
+    call: FmhaCall, batch: _core.Batch, pages: PageList | None, workspace: _core.Workspace
+) -> _core.PlannedVariant:
     device_stream, draft_mask, mask = workspace.device_stream, call.given.draft_mask, None
     device = device_stream.device
     if draft_mask is not None:
@@ -144,7 +143,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     return result
 
 
-def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Result:
+def _attend(call: FmhaCall, lengths: FmhaLengths, variant: _core.PlannedVariant) -> Result:
     q, kv = call.operands.q, call.operands.kv
     out, lse, stats = call.given.out, call.given.lse, None
     converts = check.CORE_DTYPES[call.out_dtype] != variant.request.options.o_dtype
@@ -163,7 +162,7 @@ def _attend(call: FmhaCall, lengths: FmhaLengths, variant: PlannedVariant) -> Re
     memory = run_memory(partials, variant.request.mask, call.per_head)
     # bmm2_scale may take a result out of the range of q's dtype, and the conversion back.
     scales = call.scales._replace(output=1.0) if converts else call.scales
-    result = variant.attend_to(q, kv, scales, outputs, memory)
+    result = variant(q, kv, scales, outputs, memory)
     if call.return_lse:
         result, stats = result
     if converts:

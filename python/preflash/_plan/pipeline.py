@@ -2,15 +2,15 @@
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
 plan    Request -> PlannedVariant        here, by a backend of _device.backends
-place   its work list gets memory        PlannedVariant.place_in(), from _device.workspace
-bind    shapes and strides -> launch     _core.bound_run asks _run.variant, with _check.tensors
-run     addresses -> result              _core.bound_run
+place   its work list gets memory        _core.PlannedVariant.place_in(), from _core.Workspace
+bind    shapes and strides -> launch     _core.PlannedVariant asks _run.variant, _check.tensors
+run     addresses -> result              _core.PlannedVariant
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,8 +19,7 @@ from .._check.request import Request
 from .._device import backends
 from .._device.backends import Backend
 from .._device.stream import DeviceStream
-from .._device.workspace import Workspace
-from .._run.variant import PlannedVariant
+from .._run.variant import new_workspace
 from . import prepass
 
 # A buffer, the int32 array that goes into its beginning, and the most elements that do.
@@ -37,7 +36,9 @@ def refuse_capture(device_stream: DeviceStream) -> None:
         )
 
 
-def plan(workspace: Workspace, backend: str | Backend, *requests: Request) -> PlannedVariant:
+def plan(
+    workspace: _core.Workspace, backend: str | Backend, *requests: Request
+) -> _core.PlannedVariant:
     """A plan that fits the workspace and has no place there yet, of one batch or of two in one
     launch. Raises everything that a public plan() raises once its arguments are checked."""
     first = requests[0]
@@ -55,12 +56,13 @@ def plan(workspace: Workspace, backend: str | Backend, *requests: Request) -> Pl
                 f"int_workspace_buffer has {room} bytes; this plan needs {counted.int_bytes} "
                 "(workspace_size tells the sizes beforehand)"
             )
-    return PlannedVariant(backend, counted, requests)
+    return _core.PlannedVariant(backend, counted, requests)
 
 
 def workspace_size(backend: str, request: Request) -> tuple[int, int]:
     """(float_bytes, int_bytes) that plan() takes of workspaces as large as it likes."""
-    room = Workspace(request.device, None, float_bytes=1 << 40)
+    room = new_workspace(request.device)
+    room.float_bytes = 1 << 40
     if request.graph_rows and request.options.fixed_split_size:
         # Sizes for these arguments alone; more workspace would serve longer keys of later
         # plans.
@@ -70,7 +72,9 @@ def workspace_size(backend: str, request: Request) -> tuple[int, int]:
     return max(one.float_bytes for one in counted), max(one.int_bytes for one in counted)
 
 
-def _with_and_without_prepass(room: Workspace, backend: str, request: Request) -> list[_core.Plan]:
+def _with_and_without_prepass(
+    room: _core.Workspace, backend: str, request: Request
+) -> list[_core.Plan]:
     """The plan and, if it has a pre-pass, the plan without it: for a smaller float workspace, some
     CUDA graphs, and runs with factors of heads."""
     counted = plan(room, backend, request).plan
@@ -82,21 +86,18 @@ def _with_and_without_prepass(room: Workspace, backend: str, request: Request) -
 
 
 def made(
-    workspace: Workspace,
-    backend: str | Backend,
-    *requests: Request,
-    names: Sequence[str] = ("",),
-) -> PlannedVariant:
-    """Plans, places and uploads. names: of the segments, in messages."""
+    workspace: _core.Workspace, backend: str | Backend, *requests: Request
+) -> _core.PlannedVariant:
+    """Plans, places and uploads."""
     variant = plan(workspace, backend, *requests)
-    variant.place_in(workspace, names)
+    variant.place_in(workspace)
     upload(workspace, (variant,))
     return variant
 
 
 def upload(
-    workspace: Workspace,
-    variants: Iterable[PlannedVariant],
+    workspace: _core.Workspace,
+    variants: Sequence[_core.PlannedVariant],
     *,
     then: Callable[[], None] | None = None,
     copies: Sequence[ArrayCopy] = (),
@@ -110,5 +111,4 @@ def upload(
     it must run no bytecode, because handlers run between bytecodes; a partial of setattr() runs
     none. copies: of the plan's arrays, which go the same way.
     """
-    runs = [variant.bound for variant in variants]
-    _core.upload(runs, workspace.device_stream.stream(), copies, then)
+    _core.upload(variants, workspace.device_stream.stream(), copies, then)

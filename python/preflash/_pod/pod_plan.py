@@ -17,14 +17,11 @@ from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
 from .._compat.engine_attributes import forwards
 from .._device import backends
-from .._device.buffers import order_behind_users
-from .._device.workspace import Workspace
 from .._plan import masks, pipeline
-from .._run.variant import PlannedVariant, SegmentRun, error_context
+from .._run.variant import SIDES, SegmentRun, error_context, memory_with_mask
 from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
 from .._wrap.plan import Plan
 
-SIDES = ("prefill side", "decode side")
 _PLANS_KEPT = 64
 _forced_apart = False  # two launches whatever the sides are, for tests
 
@@ -32,14 +29,16 @@ _forced_apart = False  # two launches whatever the sides are, for tests
 class TwoLaunches:
     """A launch for each side, one after the other: what no kernel runs as one, or not as fast."""
 
-    launches = 2
-
-    def __init__(self, prefill: PlannedVariant, decode: PlannedVariant) -> None:
+    def __init__(self, prefill: _core.PlannedVariant, decode: _core.PlannedVariant) -> None:
         self._variants = (prefill, decode)
 
     @property
+    def prefill(self) -> _core.PlannedVariant:
+        return self._variants[0]
+
+    @property
     def id(self) -> str:
-        return ", ".join(variant.plan.id for variant in self._variants)
+        return ", ".join(variant.id for variant in self._variants)
 
     @property
     def backend(self) -> backends.Backend:
@@ -52,11 +51,7 @@ class TwoLaunches:
         owns the decode side, which may be captured with other prefills too."""
         return self._variants[0].shared
 
-    def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
-        """Run memory of the prefill side, with the mask of one run."""
-        return self._variants[0].memory_with_mask(mask)
-
-    def attend_to(self, *given: Any) -> tuple[Result, ...]:
+    def __call__(self, *given: Any) -> tuple[Result, ...]:
         """Launches the prefill side, then the decode side. First refuses what is wrong on either
         side, and what one launch of both would refuse."""
         size = len(SegmentRun._fields)
@@ -69,10 +64,10 @@ class TwoLaunches:
         results = []
         for side, variant, run in sides:
             with error_context(side):
-                results.append(variant.attend_to(*run))
+                results.append(variant(*run))
         return tuple(results)
 
-    def _check_apart(self, sides: list[tuple[str, PlannedVariant, SegmentRun]]) -> None:
+    def _check_apart(self, sides: list[tuple[str, _core.PlannedVariant, SegmentRun]]) -> None:
         """Raises ValueError if a caller's output shares memory with a tensor of either side."""
         if all(run.outputs.out is None and run.outputs.lse is None for _, _, run in sides):
             return
@@ -87,7 +82,7 @@ class TwoLaunches:
                 written.append((side, "lse", lse[:rows] if by_token else lse[:, :rows]))
             k, v = kv_of(run.kv)
             read += [(side, "q", run.q[:rows]), (side, "k", k), (side, "v", v)]
-        scratch = self._variants[1].float_workspace  # shared by both sides
+        scratch = self._variants[1].workspace.float_tensor  # shared by both sides
         for i, (side, name, value) in enumerate(written):
             if scratch is not None:
                 refuse_shared(f"{side}'s {name}", value, "float_workspace_buffer", scratch)
@@ -104,8 +99,12 @@ class PodPlan(NamedTuple):
     of: Plan | None  # the decode side's; None: a plan with other options came since
     prefill: Request
     decode_options: _core.AttentionOptions
-    workspace: Workspace
-    launch: PlannedVariant | TwoLaunches
+    workspace: _core.Workspace
+    launch: _core.PlannedVariant | TwoLaunches
+
+    @property
+    def launches(self) -> int:
+        return 2 if isinstance(self.launch, TwoLaunches) else 1
 
 
 class PodPlanCache:
@@ -149,7 +148,7 @@ class PodPlanCache:
         if graph is not None and _core.debugging():
             graph.check_buffers(self._decode._current().request.batch)
         was_shared = pod_plan.launch.shared
-        results = pod_plan.launch.attend_to(*prefill, *decode)
+        results = pod_plan.launch(*prefill, *decode)
         if pod_plan.launch.shared and not was_shared:
             captured = (key, pod_plan.decode_options)
             before = self._captured.get(captured)
@@ -165,18 +164,18 @@ class PodPlanCache:
         self.last = None
         workspace = self._decode._plan.workspace
         for pod_plan in kept.values():
-            if isinstance(pod_plan.launch, PlannedVariant) and not pod_plan.launch.shared:
-                workspace.give_back(pod_plan.launch.place.buffer, pod_plan.launch)
+            if isinstance(pod_plan.launch, _core.PlannedVariant) and not pod_plan.launch.shared:
+                workspace.give_back(pod_plan.launch)
 
     # use_cuda_graph=True: plan() changes what a captured run() replays, but for its options.
 
     def joined(self) -> Iterator[tuple[Hashable, PodPlan]]:
         """Captured plans of one launch for both sides, which reads the decode side's lengths."""
         for (key, _), pod_plan in self._captured.items():
-            if isinstance(pod_plan.launch, PlannedVariant):
+            if isinstance(pod_plan.launch, _core.PlannedVariant):
                 yield key, pod_plan
 
-    def drafts(self, decode: Request) -> list[tuple[Hashable, PodPlan, PlannedVariant]]:
+    def drafts(self, decode: Request) -> list[tuple[Hashable, PodPlan, _core.PlannedVariant]]:
         """The plans of everything captured, for another decode batch. Changes nothing; what the
         current stream does from now on comes after the runs of other streams."""
         joined, found = list(self.joined()), []
@@ -188,12 +187,14 @@ class PodPlanCache:
             sides, backend = _both_sides(pod_plan, decode), pod_plan.launch.backend
             found.append((key, pod_plan, pipeline.plan(pod_plan.workspace, backend, *sides)))
         for _, pod_plan in joined:
-            order_behind_users(pod_plan.launch.buffers, pod_plan.launch.device_stream)
+            _core.order_behind_users([pod_plan.launch], [], pod_plan.workspace)
         return found
 
-    def write(self, drafts: list[tuple[Hashable, PodPlan, PlannedVariant]], decode: Plan) -> None:
+    def write(
+        self, drafts: list[tuple[Hashable, PodPlan, _core.PlannedVariant]], decode: Plan
+    ) -> None:
         for key, pod_plan, launch in drafts:
-            launch.place_in(pod_plan.workspace, SIDES, pod_plan.launch.place)
+            launch.place_in(pod_plan.workspace, pod_plan.launch.place)
             pipeline.upload(pod_plan.workspace, (launch,))
             as_planned = pod_plan.decode_options == decode.request.options
             pod_plan = pod_plan._replace(of=decode if as_planned else None, launch=launch)
@@ -202,14 +203,14 @@ class PodPlanCache:
                 self._kept[key] = pod_plan
 
     def _launch(
-        self, prefill: Request, decode: Plan, workspace: Workspace
-    ) -> PlannedVariant | TwoLaunches:
+        self, prefill: Request, decode: Plan, workspace: _core.Workspace
+    ) -> _core.PlannedVariant | TwoLaunches:
         """The one place that decides whether both sides are one launch."""
         sides, name = (prefill, decode.request), self._decode._requested_backend.name
         apart = _forced_apart or any(side.batch.max_qo_len == 0 for side in sides)
         backend = backends.choose(name, prefill.device, *(side.options for side in sides))
         if not apart and backend.separates(*sides) is None and not backend.faster_apart(*sides):
-            return pipeline.made(workspace, backend, *sides, names=SIDES)
+            return pipeline.made(workspace, backend, *sides)
         with error_context(SIDES[0]):
             variant = pipeline.made(workspace, name, prefill._replace(graph_rows=0))
         return TwoLaunches(variant, decode.primary)
@@ -276,7 +277,7 @@ class PodWrapper:
         """Launches of the last run(): 1, or 2 where no kernel takes both sides or two launches are
         faster; None before."""
         last = self._pod_plans.last
-        return None if last is None else last.launch.launches
+        return None if last is None else last.launches
 
     @property
     def _backend(self) -> str:
@@ -291,7 +292,7 @@ class PodWrapper:
         if decode._plan.request is None:
             return f"{name}(backend={decode._requested_backend!r}, {where}, not planned)"
         last = self._pod_plans.last
-        launches = "no run yet" if last is None else f"launches={last.launch.launches}"
+        launches = "no run yet" if last is None else f"launches={last.launches}"
         return (
             f"{name}(backend={self._backend!r}{decode._requested_backend.override}, "
             f"variant={self.variant!r}, {launches}, {where})"
@@ -307,7 +308,9 @@ class PodWrapper:
             mask = masks.check_mask(dense, packed, batch)
             masks.check_mask_device(mask, self.device)
             mask = masks.mask_of_run(mask, given_packed, batch, device_stream, side="_p")
-        return pod_plan.launch.memory_with_mask(mask)
+        launch = pod_plan.launch  # of both sides, or of the prefill side first
+        variant = launch.prefill if isinstance(launch, TwoLaunches) else launch
+        return memory_with_mask(variant, mask)
 
     def _check_call(self, use_fp16_qk_reduction: Any, enable_pdl: Any) -> None:
         if check.traced():

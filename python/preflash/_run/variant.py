@@ -1,4 +1,4 @@
-"""Bind and run: a planned variant is a kernel, its work list, and the launches bound to tensors."""
+"""Runs of planned variants (_core.PlannedVariant): their memory, and the checks C++ asks for."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from .._check.arguments import KvCache, PerHead
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
 from .._check.scales import Scales
-from .._device.backends import Backend
-from .._device.buffers import Buffer
 from .._device.stream import DeviceStream, sent
-from .._device.workspace import Workspace
 
 _NO_HEADS = PerHead()
+SIDES = ("prefill side", "decode side")  # the segments of a plan that has two
 
 
 class SegmentRun(NamedTuple):
@@ -35,117 +33,6 @@ class SegmentRun(NamedTuple):
     memory: PerHead | tuple | _core.RunMemory | None = None
 
 
-class PlannedVariant:
-    """One batch, or two in one launch, each a segment with its own tensors, page table, mask and
-    options: the kernel, the work list and, once placed and uploaded (_plan.pipeline), the launches.
-    Run any number of times, for any layer."""
-
-    __slots__ = (
-        "__weakref__",
-        # attend_to(q, kv, scales, outputs, memory), the fields of SegmentRun, for one segment after
-        # the other. Returns the result, or one result per segment.
-        "attend_to",
-        "backend",
-        "bound",  # attend_to() for queries that need no conversion
-        "buffers",  # the work list, and all else that launches use
-        "device_stream",
-        "float_workspace",
-        "place",  # the memory of the work list
-        "plan",
-        "requests",
-    )
-    launches = 1
-
-    def __init__(self, backend: Backend, plan: _core.Plan, requests: tuple[Request, ...]) -> None:
-        self.backend = backend
-        self.plan = plan
-        self.requests = requests
-
-    def place_in(
-        self,
-        workspace: Workspace,
-        names: Sequence[str] = ("",),
-        where: _core.Place | None = None,
-    ) -> None:
-        """Allocates the work list: in `where`, the place that a CUDA graph captured, or in the
-        workspace. names: of the segments, in messages."""
-        if where is None:
-            where = new_place(workspace.int_buffer(self.plan.int_bytes), workspace)
-        self.place, requests = where, self.requests
-        self.device_stream = device_stream = workspace.device_stream
-        self.buffers = buffers = [where.buffer]
-        self.float_workspace = None
-        if workspace.float_buffer is not None:
-            self.float_workspace = workspace.float_buffer.tensor
-            buffers.append(workspace.float_buffer)
-        for request in requests:
-            pages = request.pages
-            for tensor in (request.kv_lens, request.mask, pages and pages.on_device):
-                if tensor is not None:
-                    kept = request.graph_rows > 0  # from plan to plan
-                    buffers.append(workspace.buffer_of(tensor) if kept else Buffer(tensor))
-        for buffer in buffers:
-            buffer.used_on_current_stream(device_stream)
-        settings = workspace.run_settings(self.backend, requests, _FUNCTIONS)
-        context = (requests, names, buffers, device_stream)
-        self.bound = self.attend_to = _core.bound_run(where, self.plan, settings, context)
-        if requests[0].q_given is not None:
-            self.attend_to = functools.partial(_attend_converted, self.bound, requests[0])
-
-    def give_mask(self, mask: torch.Tensor) -> None:
-        """Sets the mask of the request, which was planned without one; before place_in()."""
-        self.requests = (self.request._replace(mask=mask),)
-
-    def check_run(self, *arguments: Any) -> None:
-        """The checks of attend_to() alone."""
-        if self.request.q_given is not None:
-            arguments = (converted_query(arguments[0], self.request), *arguments[1:])
-        _core.check_run(self.bound, *arguments)
-
-    @property
-    def id(self) -> str:
-        return self.plan.id
-
-    @property
-    def request(self) -> Request:
-        """Request of the first segment."""
-        return self.requests[0]
-
-    @property
-    def int_buffer(self) -> Buffer:
-        """Buffer that holds the work list."""
-        return self.buffers[0]
-
-    @property
-    def shared(self) -> bool:
-        """True if another owner may still run it: a CUDA graph, or a copied wrapper."""
-        return self.place.shared
-
-    @shared.setter
-    def shared(self, value: bool) -> None:
-        self.place.shared = value
-
-    def memory_with(self, per_head: PerHead, skip_factor: float) -> _core.RunMemory:
-        """Run memory of the plan, with the per-head tensors and skip factor of one run."""
-        request = self.request
-        _tensors.check_per_head(per_head, request.options, request.device, request.q_given)
-        return run_memory(
-            self.float_workspace, request.mask, per_head, skip_factor=skip_factor,
-            kv_lens=request.kv_lens,
-        )  # fmt: skip
-
-    def memory_with_mask(self, mask: torch.Tensor) -> _core.RunMemory:
-        """Run memory of the plan, with the mask of one run."""
-        return run_memory(self.float_workspace, mask, mask_tiles=self.mask_tiles())
-
-    def mask_tiles(self) -> torch.Tensor | None:
-        """Memory for the tile states of a run's mask; None if the kernel uses none."""
-        words = self.plan.mask_tile_words
-        if words == 0:
-            return None
-        return torch.empty(words, dtype=torch.int32, device=self.device_stream.device)
-
-
 def converted_query(q: torch.Tensor, request: Request) -> torch.Tensor:
     """q in the dtype that kernels read. Exact: float8_e5m2 has fewer bits of either kind."""
     check.tensor("q", q)
@@ -154,14 +41,29 @@ def converted_query(q: torch.Tensor, request: Request) -> torch.Tensor:
     return q.to(check.TORCH_DTYPES[request.options.q_dtype])
 
 
-def _attend_converted(bound: Callable, request: Request, q: torch.Tensor, *more: Any) -> Any:
-    return bound(converted_query(q, request), *more)
+def memory_with(
+    variant: _core.PlannedVariant, per_head: PerHead, skip_factor: float
+) -> _core.RunMemory:
+    """Run memory of the plan, with the per-head tensors and skip factor of one run."""
+    request = variant.request
+    _tensors.check_per_head(per_head, request.options, request.device, request.q_given)
+    return run_memory(
+        variant.workspace.float_tensor, request.mask, per_head, skip_factor=skip_factor,
+        kv_lens=request.kv_lens,
+    )  # fmt: skip
 
 
-def new_place(buffer: Buffer, workspace: Workspace) -> _core.Place:
-    """Makes the Place of a work list, in memory that nothing else uses."""
-    uploader = workspace.uploader()
-    return _core.place(uploader, check.TORCH, buffer)
+def memory_with_mask(variant: _core.PlannedVariant, mask: torch.Tensor) -> _core.RunMemory:
+    """Run memory of the plan, with the mask of one run."""
+    return run_memory(variant.workspace.float_tensor, mask, mask_tiles=mask_tiles(variant))
+
+
+def mask_tiles(variant: _core.PlannedVariant) -> torch.Tensor | None:
+    """Memory for the tile states of a run's mask; None if the kernel uses none."""
+    words = variant.plan.mask_tile_words
+    if words == 0:
+        return None
+    return torch.empty(words, dtype=torch.int32, device=variant.request.device)
 
 
 def run_memory(
@@ -198,25 +100,22 @@ def error_context(name: str) -> Iterator[None]:
 # Functions that C++ calls during a run.
 
 
-# Parts of a variant: its requests, segment names, buffers and stream. NOTE: not the variant itself,
-# which its own run would keep alive.
-_Context = tuple[Sequence[Request], Sequence[str], Sequence[Buffer], DeviceStream]
-
-
-def _segments(names: Sequence[str], given: tuple) -> Iterator[tuple[str, SegmentRun]]:
+def _segments(
+    requests: Sequence[Request], given: tuple
+) -> Iterator[tuple[str, Request, SegmentRun]]:
     size = len(SegmentRun._fields)
-    for s, name in enumerate(names):
+    names = SIDES if len(requests) > 1 else ("",)
+    for s, (name, request) in enumerate(zip(names, requests, strict=True)):
         run = SegmentRun(*given[s * size : (s + 1) * size])
-        yield name, run._replace(outputs=Outputs(*run.outputs))
+        yield name, request, run._replace(outputs=Outputs(*run.outputs))
 
 
 @check.eager
-def _bound_to(context: _Context, *given: Any) -> list[tuple]:
+def _bound_to(requests: Sequence[Request], *given: Any) -> list[tuple]:
     """Checks a run's tensors. Returns, for each segment, what launches for like tensors are bound
     to: strides and extents, the offset of V, and functions that make out and lse from q."""
-    requests, names, *_ = context
     found = []
-    for request, (name, run) in zip(requests, _segments(names, given), strict=True):
+    for name, request, run in _segments(requests, given):
         q, outputs, options = run.q, run.outputs, request.options
         with error_context(name):
             check.forward_only(q=q)  # before anything is remembered of a traced tensor
@@ -240,19 +139,13 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor
 
 
 @check.eager
-def _refuse_gradients(context: _Context, *given: Any) -> None:
+def _refuse_gradients(requests: Sequence[Request], *given: Any) -> None:
     """Refuses a run whose gradient or trace would miss it, before it is launched."""
-    for name, (q, kv, _, outputs, memory) in _segments(context[1], given):
+    for name, _, (q, kv, _, outputs, memory) in _segments(requests, given):
         heads = PerHead(*memory)._asdict() if isinstance(memory, tuple) else {}
         keys = {"k": kv[0], "v": kv[1]} if isinstance(kv, (tuple, list)) else {"paged_kv_cache": kv}
         with error_context(name):
             check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse, **heads)
-
-
-def _stream_changed(context: _Context) -> None:
-    _, _, buffers, device_stream = context
-    for buffer in buffers:
-        buffer.used_on_current_stream(device_stream)
 
 
 def _copy(buffer: torch.Tensor, array: torch.Tensor, most: int) -> None:
@@ -279,8 +172,15 @@ def _is_start_of(buffer: torch.Tensor, array: torch.Tensor) -> bool:
 
 
 _FUNCTIONS = _core.RunFunctions(
-    check=_bound_to,
-    refuse=_refuse_gradients,
-    stream_changed=_stream_changed,
-    copy=_copy,
+    check.TORCH, check=_bound_to, refuse=_refuse_gradients, convert=converted_query, copy=_copy
 )
+
+
+def new_workspace(
+    device: torch.device,
+    float_buffer: torch.Tensor | None = None,
+    int_buffer: torch.Tensor | None = None,
+) -> _core.Workspace:
+    """Memory for the plans of one wrapper. Without a float buffer plans may use `float_bytes` of
+    one that every run brings, if any."""
+    return _core.Workspace(_FUNCTIONS, DeviceStream(device), float_buffer, int_buffer)

@@ -35,10 +35,10 @@ from .._check.tensors import check_per_head
 from .._compat.cudnn_offsets import to_tokens
 from .._compat.engine_attributes import EngineAttributes
 from .._device import backends
-from .._device.workspace import Workspace, check_apart, check_buffer
+from .._device.workspace import check_apart, check_buffer
 from .._plan import masks, pipeline, prepass
 from .._plan.pipeline import ArrayCopy
-from .._run.variant import PlannedVariant
+from .._run.variant import memory_with, new_workspace
 from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
@@ -49,6 +49,9 @@ from .plan import CapturedPlaces, Plan
 # float32.
 _ANY_FACTOR = 2.0**-126
 
+# Numbers that repeat what the lengths of one batch are.
+_HINTS = ("max_token_per_sequence", "max_sequence_kv", "uniform_q_len")
+
 CopyIn = Callable[[], list[ArrayCopy]]  # what goes into the buffers of CUDA graphs
 
 
@@ -58,6 +61,7 @@ class BatchPrefillWrapper(EngineAttributes):
     _takes_cudnn = True  # backend="cudnn": plan() also takes offsets in elements
     _announced: dict[str, Any] | None = None  # options that plan() must not contradict
     _by_position: tuple[str, ...] = ()  # arguments of run() after the tensors
+    _repeat: _core.RepeatedPlan | None = None  # of the last plan()
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class BatchPrefillWrapper(EngineAttributes):
             # Documented as effective with use_cuda_graph only.
             if value is not None:
                 check.tensor(name, value)
-        self._plan = Plan(Workspace(buffer.device, buffer))
+        self._plan = Plan(new_workspace(buffer.device, buffer))
         self._graph: GraphMode | None = None
         self._given_buffers = graph_buffers
         self._in_elements = backend == backends.CUDNN  # with any PREFLASH_BACKEND
@@ -97,7 +101,7 @@ class BatchPrefillWrapper(EngineAttributes):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._recorded_name = traced.name_wrapper(other)
-        other._plan = self._plan.of_copy()
+        other._plan, other._repeat = self._plan.of_copy(), None
         if "run" in self.__dict__:
             other.run = types.MethodType(self.run.__func__, other)
         return other
@@ -113,7 +117,7 @@ class BatchPrefillWrapper(EngineAttributes):
         given = dict(self._given_buffers)
         batch_size = given.pop("fixed_batch_size", None)
         workspace = self._plan.workspace
-        buffers = _graph.check_graph_buffers(given, workspace.float_buffer.tensor)
+        buffers = _graph.check_graph_buffers(given, workspace.float_tensor)
         if batch_size is not None and batch_size != buffers.batch_size:
             raise ValueError(
                 f"_fixed_batch_size={batch_size}: the buffers are for batches of "
@@ -208,12 +212,12 @@ class BatchPrefillWrapper(EngineAttributes):
             if mask is not None:
                 mask = masks.owned_mask(*mask, request.batch, workspace.device_stream)
                 request = request._replace(mask=mask)
-                primary.give_mask(mask)
+                primary.requests = (request,)
         else:
             if mask is not None:
                 graph.check_mask(request.batch)
                 request = request._replace(mask=graph.buffers.mask)
-                primary.give_mask(graph.buffers.mask)
+                primary.requests = (request,)
             captured = before.captured_so_far()
             if captured:
                 graph.check_captured(captured, request)
@@ -230,13 +234,30 @@ class BatchPrefillWrapper(EngineAttributes):
         )  # fmt: skip
         return plan, copy_in
 
-    def _planned_for(self, workspace: Workspace, request: Request) -> PlannedVariant:
+    def _planned_for(self, workspace: _core.Workspace, request: Request) -> _core.PlannedVariant:
         """A variant without a place."""
         backend, last = self._requested_backend.name, self._plan.primary
         # Equal options need no new choice.
         if backend == "auto" and last is not None and last.request.options is request.options:
             backend = last.backend
         return pipeline.plan(workspace, backend, request)
+
+    def _remember(self, a: Any, call: tuple[Any, list], given: tuple[tuple, dict]) -> None:
+        """Keeps a call of plan() and its arguments, if one that differs in index arrays alone can
+        be planned without Python. call: the function, and its index arrays (_core.RepeatedPlan)."""
+        plan, request, self._repeat = self._plan, self._plan.request, None
+        q_len = getattr(a, "q_len_per_req", None)
+        if (
+            plan.default_variant is plan.primary
+            and plan.last_forward is None
+            and request.mask is None
+            and request.kv_lens is None
+            and not self._in_elements
+            and all(getattr(a, hint, None) is None for hint in _HINTS)
+            and (q_len is None or (type(q_len) is int and q_len == 1))
+        ):
+            self._repeat = _core.RepeatedPlan(*call, plan, self._graph)
+            self._repeat.remember(*given)
 
     def _install(self, plan: Plan, copy_in: CopyIn | None = None) -> None:
         """Places and uploads a plan that has passed every check, and makes it the wrapper's."""
@@ -248,20 +269,20 @@ class BatchPrefillWrapper(EngineAttributes):
         if graph is not None:
             # From here on the old plan has lost its buffers: an interrupted call leaves no plan.
             self._plan = before.dropped(plan.captured)
-            graph.order_behind_runs(before.variants(), plan.captured)
-            graph.reserve(primary.plan.int_bytes)
+            graph.order_behind_runs(before)
+            graph.reserve(plan.workspace, primary.plan.int_bytes)
             graph.kv_lens = request.kv_lens
             if copy_in is not None:
                 copies = copy_in()
         then = functools.partial(setattr, self, "_plan", plan)
         pipeline.upload(plan.workspace, variants, then=then, copies=copies)
         if before.primary is not None and not before.primary.shared:
-            before.workspace.give_back(before.primary.int_buffer, before.primary)
+            before.workspace.give_back(before.primary)
 
     def _place(
         self,
-        workspace: Workspace,
-        variant: PlannedVariant,
+        workspace: _core.Workspace,
+        variant: _core.PlannedVariant,
         captured: CapturedPlaces,
     ) -> None:
         """Places the plan where a CUDA graph captured it, else in memory that no graph reads."""
@@ -271,9 +292,10 @@ class BatchPrefillWrapper(EngineAttributes):
             where = next((place for other, place in captured if other == options), None)
             if where is None:
                 workspace = workspace.beside()
-        variant.place_in(workspace, where=where)
+        variant.place_in(workspace, where)
         if self._graph is not None and _core.debugging():
-            variant.attend_to = self._graph.checked(variant.attend_to, variant.request.batch)
+            check_buffers = self._graph.check_buffers
+            variant.before_run = functools.partial(check_buffers, variant.request.batch)
 
     def _current(self) -> Plan:
         """The plan of the last plan()."""
@@ -282,7 +304,7 @@ class BatchPrefillWrapper(EngineAttributes):
             raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
         return plan
 
-    def _select(self, plan: Plan, options: _core.AttentionOptions) -> PlannedVariant:
+    def _select(self, plan: Plan, options: _core.AttentionOptions) -> _core.PlannedVariant:
         """The variant for the planned batch with other options; planned when first asked for."""
         if options == plan.primary.request.options:
             return plan.primary
@@ -359,8 +381,8 @@ class BatchPrefillWrapper(EngineAttributes):
         scales = folded_scales(sm_scale, a.scales, options)
         memory = a.per_head if a.per_head.given else None
         if a.skip_factor > 0.0:
-            memory = variant.memory_with(a.per_head, a.skip_factor)
-        result = variant.attend_to(q, kv, scales, outputs, memory)
+            memory = memory_with(variant, a.per_head, a.skip_factor)
+        result = variant(q, kv, scales, outputs, memory)
         if plan.default_variant is None and options is asked and self._plan is plan:
             # The caller uses run(): begin_forward() is plan() again.
             self._plan = plan._replace(default_variant=variant, last_forward=None)
@@ -369,7 +391,7 @@ class BatchPrefillWrapper(EngineAttributes):
     @staticmethod
     def _run_quick(
         plan: Plan,
-        variant: PlannedVariant,
+        variant: _core.PlannedVariant,
         q: torch.Tensor,
         kv: KvCache,
         scales: tuple,
@@ -381,7 +403,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if q_scale is not None or k_scale is not None or v_scale is not None:
             factors = folded_scales(factors.logits, scales, plan.request.options)
         heads = None if sinks is None else (sinks, None, None, None)
-        return variant.attend_to(q, kv, factors, outputs, heads)
+        return variant(q, kv, factors, outputs, heads)
 
     def _forward(self, q: torch.Tensor, kv: KvCache, given: Any, outputs: Outputs) -> Result:
         """The deprecated call: its own options count, defaults included, not those of plan()."""
@@ -406,7 +428,7 @@ class BatchPrefillWrapper(EngineAttributes):
         options = with_forward(plan.request.options, forward)
         variant = self._select(plan, options)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
-        result = variant.attend_to(q, kv, scales, outputs, None)
+        result = variant(q, kv, scales, outputs, None)
         if self._plan.last_forward != forward:
             self._plan = self._plan._replace(last_forward=forward)
         return result
@@ -443,7 +465,7 @@ class BatchPrefillWrapper(EngineAttributes):
         float_buffer = check_buffer("float_workspace_buffer", float_workspace_buffer, self.device)
         int_buffer = check_buffer("int_workspace_buffer", int_workspace_buffer, self.device)
         check_apart(float_workspace_buffer=float_buffer, int_workspace_buffer=int_buffer)
-        workspace = Workspace(self.device, float_buffer, int_buffer)
+        workspace = new_workspace(self.device, float_buffer, int_buffer)
         before = self._plan
         if self._graph is not None and before.captured_so_far():
             raise ValueError(

@@ -23,7 +23,8 @@ from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
 from .._check.tensors import check_decode_rows
-from .._compat.signatures import takes
+from .._compat.engine_attributes import planned_pages
+from .._compat.signatures import plans, takes
 from .options import lists_options_of
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -55,22 +56,12 @@ _NAMES = {
 }
 
 # The arguments of a call but for its index arrays, as a tuple.
-_ARRAYS = ("indptr", "indices", "last_page_len", "global_override_indptr_cpu", "q_len_per_req")
+ARRAYS = {"indptr": "kv_indptr", "indices": "indices", "last_page_len": "last_page_len"}
+_ARRAYS = (*ARRAYS, "global_override_indptr_cpu", "q_len_per_req")
 _options_of = {
     kind: operator.attrgetter(*(name for name in kind.__slots__ if name not in _ARRAYS))
     for kind in (DecodePlanArguments, FastDecodePlanArguments)
 }
-
-# A call of plan() that run(q_len_per_req=...) may repeat, and the versions of its arrays.
-_MadeFrom = tuple[DecodePlanArguments, tuple[int, ...] | None]
-
-
-def _versions(a: DecodePlanArguments) -> tuple[int, ...] | None:
-    """torch's version counters of the arrays; None for inference tensors, which have none."""
-    indptr, indices, last_page_len = a.indptr, a.indices, a.last_page_len
-    if indptr.is_inference() or indices.is_inference() or last_page_len.is_inference():
-        return None
-    return (indptr._version, indices._version, last_page_len._version)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -92,7 +83,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     _had_several = False  # True once a plan() had several queries per request
     # The options of the last plan(), and what they are for a paged plan().
     _last_options: tuple[tuple, PagedPlanArguments | None] = ((), None)
-    _made_from: _MadeFrom | None = None  # None: no plan(), or begin_forward() came after it
+    # A call of plan() whose options are planned; None: no plan(), or begin_forward() came after it.
+    _made_from: DecodePlanArguments | None = None
 
     @tells_nearest
     def __init__(
@@ -131,7 +123,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """The constructor's use_tensor_cores."""
         return self._use_tensor_cores
 
-    @takes(DecodePlanArguments)
+    @plans(DecodePlanArguments, **ARRAYS, seq_lens="kv_lens")
     def plan(self, a: DecodePlanArguments) -> None:
         """Chooses a kernel and makes its work list for a batch of these KV lengths.
 
@@ -148,9 +140,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._make_plan(*self._as_prefill(a))
-        self._made_from = (a, _versions(a))
+        self._made_from = a
 
-    @takes(DecodePlanArguments)
+    @plans(DecodePlanArguments, **ARRAYS, seq_lens="kv_lens")
     def begin_forward(self, a: DecodePlanArguments) -> None:
         """plan(), but made for what forward() last asked for, as in
         BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""
@@ -255,9 +247,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         Args:
             q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
             q_len_per_req: None: that of plan(). Another one, as callers of FlashInfer's trtllm-gen
-                give it here alone, plans the batch again, which needs the arrays of plan()
-                unchanged, and no CUDA graph. NOTE: changes that torch does not count, through
-                numpy or a kernel of the caller's, are not seen, and are planned.
+                give it here alone, plans the same lengths and pages again; not after
+                begin_forward(), nor with use_cuda_graph=True.
             The others, all of them, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
@@ -272,24 +263,24 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         )  # fmt: skip
 
     def _check_queries(self, q: torch.Tensor, q_len_per_req: int | None) -> None:
-        planned = self._q_len_per_req or 1
-        made_from, versions = self._made_from or (None, None)
+        planned, a = self._q_len_per_req or 1, self._made_from
         if q_len_per_req is None:
-            asked = planned if made_from is None else made_from.q_len_per_req or 1
+            asked = planned if a is None else a.q_len_per_req or 1
         else:
             asked = check.positive("q_len_per_req", q_len_per_req)
-        changes = asked != planned
-        if changes and (
-            self._graph is not None or versions is None or _versions(made_from) != versions
-        ):
+        if asked == planned:
+            return
+        if self._graph is not None or a is None:
             raise ValueError(
                 f"q_len_per_req={asked} in run(), and plan() had {planned}: plan again"
             )
-        if changes:
-            # Before the plan changes; run() itself checks q against what is planned.
-            check_decode_rows(q, self._batch.num_requests, asked)
-            again = converted(made_from, DecodePlanArguments, q_len_per_req=asked)
-            self._make_plan(*self._as_prefill(again))
+        # Before the plan changes; run() itself checks q against what is planned.
+        check_decode_rows(q, self._batch.num_requests, asked)
+        arrays = planned_arrays(self._plan.request)
+        if a.lengths_are_upper_bounds is False:
+            arrays["seq_lens"] = None
+        again = converted(a, DecodePlanArguments, q_len_per_req=asked, block_tables=None, **arrays)
+        self._make_plan(*self._as_prefill(again))
 
     @property
     def resolved_backend(self) -> str:
@@ -306,6 +297,16 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     def forward_return_lse(self, a: DecodeForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
         return super()._forward(a.q, a.paged_kv_cache, a, Outputs(return_lse=True))
+
+
+def planned_arrays(request: Request) -> dict[str, torch.Tensor]:
+    """The index arrays of a plan, as another plan() takes them."""
+    pages, batch = request.pages.given, request.batch
+    return {
+        "indptr": torch.tensor(batch.kv_indptr, dtype=torch.int32, device="cpu"),
+        "indices": pages if pages.dim() == 2 else planned_pages(request).as_subclass(torch.Tensor),
+        "last_page_len": torch.tensor(batch.last_page_len, dtype=torch.int32, device="cpu"),
+    }
 
 
 def _one_query_each(last_page_len: torch.Tensor) -> torch.Tensor:

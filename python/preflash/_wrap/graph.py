@@ -8,24 +8,20 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
 from .._check import values as check
-from .._check.arguments import Result
 from .._check.lengths import IndexArrays
 from .._check.request import Request
-from .._device.buffers import Buffer, order_behind_users
 from .._device.stream import DeviceStream
-from .._device.workspace import Workspace, check_apart
+from .._device.workspace import check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
 from .._plan.pipeline import ArrayCopy
-from .._run.variant import PlannedVariant, new_place
-from .plan import CapturedPlaces
+from .plan import CapturedPlaces, Plan
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -145,12 +141,12 @@ class GraphMode:
 
     def __init__(self, buffers: GraphBuffers, device_stream: DeviceStream) -> None:
         self.buffers = buffers
-        self._held = buffers.held()
+        self.held = buffers.held()
         self._device_stream = device_stream
         self.kv_lens: torch.Tensor | None = None  # Request.kv_lens of the last plan
         # A constant with which the wrapper has filled the buffer of qo_indptr; None: it has not.
         self.filled_with: torch.Tensor | None = None
-        self._reserve: list[Buffer] = []
+        self.reserved: list[_core.Buffer] = []
         # Made now: nothing is created during a capture. torch has 32 streams and hands them out in
         # turns, so that any of these may be one that is captured.
         device = device_stream.device
@@ -169,7 +165,7 @@ class GraphMode:
     # Checks of plan(), before anything changes.
 
     def check_may_plan(self) -> None:
-        self._held.check()  # plan() must not write to freed or replaced memory
+        self.held.check()  # plan() must not write to freed or replaced memory
         if self._device_stream.is_capturing():
             raise RuntimeError(
                 "plan() cannot run while its stream is being captured into a CUDA graph: call it "
@@ -222,18 +218,6 @@ class GraphMode:
                 "wrapper with a larger one"
             )
 
-    def checked(
-        self, attend_to: Callable[..., Result], batch: _core.Batch
-    ) -> Callable[..., Result]:
-        """Wraps attend_to in a comparison of the buffers with the planned lengths, for
-        PREFLASH_DEBUG=1."""
-
-        def attend(*arguments: Any) -> Result:
-            self.check_buffers(batch)
-            return attend_to(*arguments)
-
-        return attend
-
     def check_buffers(self, batch: _core.Batch) -> None:
         """Raises ValueError where a length buffer holds other values than plan() read. Waits for
         the GPU, so checks nothing under a capture."""
@@ -259,14 +243,13 @@ class GraphMode:
 
     # Actions of plan() after all checks.
 
-    def order_behind_runs(self, ran: Iterable[PlannedVariant], captured: CapturedPlaces) -> None:
+    def order_behind_runs(self, plan: Plan) -> None:
         """Orders the current stream after runs on other streams that read what plan() is about to
         overwrite. Replays are unknown here."""
         # Page indices and mask bits are read where the caller's buffers are: each variant knows the
         # streams of its own runs.
-        buffers = [buffer for variant in ran for buffer in variant.buffers]
-        buffers += [place.buffer for _, place in captured]
-        order_behind_users(buffers, self._device_stream)
+        captured = [place for _, place in plan.captured]
+        _core.order_behind_users(list(plan.variants()), captured, plan.workspace)
 
     def copy_in(
         self, arrays: IndexArrays, batch: _core.Batch, mask: MaskSource | None
@@ -291,22 +274,24 @@ class GraphMode:
                 mask.write(buffers.mask, batch, self._device_stream)
         return copies
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, workspace: _core.Workspace, num_bytes: int) -> None:
         """Reserves memory for work lists of about this size. NOTE: call it before the plan's own
         upload, so that the memory is free once that upload is over."""
         if not self._beside_captures:
             return
-        self._reserve = [buffer for buffer in self._reserve if buffer.num_bytes >= num_bytes]
-        while len(self._reserve) < _RESERVED:
+        self.reserved = [buffer for buffer in self.reserved if buffer.num_bytes >= num_bytes]
+        while len(self.reserved) < _RESERVED:
             room = max(num_bytes + num_bytes // 4, 64 * 1024)
-            self._reserve.append(Buffer.allocate(room, self._device_stream))
+            self.reserved.append(workspace.allocate(room))
 
     # Planning during a capture, for a run with options that no run had before.
 
-    def place_beside_capture(self, workspace: Workspace, variant: PlannedVariant) -> None:
+    def place_beside_capture(
+        self, workspace: _core.Workspace, variant: _core.PlannedVariant
+    ) -> None:
         """Places a plan and uploads it outside of the capture, while the host waits."""
-        where = new_place(self._take_reserved(variant.plan.int_bytes), workspace)
-        variant.place_in(workspace, where=where)
+        where = workspace.place(self._take_reserved(variant.plan.int_bytes))
+        variant.place_in(workspace, where)
         stream = self._device_stream.stream()
         where.arrive_before(stream)  # waits: the reserve is unused from then on
         with torch.cuda.stream(self._stream_beside_captures()):
@@ -324,13 +309,13 @@ class GraphMode:
             "once before the capture"
         )
 
-    def _take_reserved(self, num_bytes: int) -> Buffer:
-        for i, buffer in enumerate(self._reserve):
+    def _take_reserved(self, num_bytes: int) -> _core.Buffer:
+        for i, buffer in enumerate(self.reserved):
             if buffer.num_bytes >= num_bytes:
-                return self._reserve.pop(i)
+                return self.reserved.pop(i)
         raise RuntimeError(
             "the stream is being captured into a CUDA graph, and these options need a plan of "
-            f"their own, for which {len(self._reserve)} of {_RESERVED} reserved work lists are "
+            f"their own, for which {len(self.reserved)} of {_RESERVED} reserved work lists are "
             "left: call it once before the capture"
         )
 

@@ -13,7 +13,6 @@ from .._check.arguments import RunKeywords, RunOptions
 from .._check.calls import BatchArguments
 from .._check.names import with_nearest
 from .._check.options import check_unserved
-from .._run.variant import PlannedVariant
 from .plan import Plan
 
 Run = TypeVar("Run", bound=Callable[..., Any])
@@ -82,7 +81,7 @@ def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) ->
             )
 
 
-def quick_variant(plan: Plan, options: RunKeywords) -> PlannedVariant | None:
+def quick_variant(plan: Plan, options: RunKeywords) -> _core.PlannedVariant | None:
     """Returns the variant of a run() without options, or with a window alone that an earlier run()
     had. None: other options are set, or unknown, or the window is new."""
     window_left = None

@@ -15,12 +15,21 @@ from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
-from .._compat.signatures import by_position, takes
+from .._compat.signatures import by_position, plans, takes
 from .batch import BatchPrefillWrapper
 from .options import lists_options, quick_variant, run_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_ARRAYS = {
+    "qo_indptr": "qo_indptr",
+    "paged_kv_indptr": "kv_indptr",
+    "paged_kv_indices": "indices",
+    "paged_kv_last_page_len": "last_page_len",
+    "seq_lens": "kv_lens",
+}
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttributes):
@@ -88,7 +97,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         if jit_args is not None:
             sink_variant.give_run(self, paged=True)
 
-    @takes(PagedPlanArguments)
+    @plans(PagedPlanArguments, **_ARRAYS)
     def plan(self, a: PagedPlanArguments) -> None:
         """Chooses a kernel and makes its work list for a batch of these lengths.
 
@@ -154,7 +163,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         """
         super()._make_plan(a)
 
-    @takes(PagedPlanArguments)
+    @plans(PagedPlanArguments, **_ARRAYS)
     def begin_forward(self, a: PagedPlanArguments) -> None:
         """plan(), but made for what forward() last asked for: its causal, window_left, soft cap and
         position encoding replace these arguments where they differ, so that one plan serves both

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from .._check.request import Request
-from .._device.workspace import Workspace
-from .._run.variant import PlannedVariant
+from .._run.variant import new_workspace
 
 _VARIANTS_KEPT = 8
 
 # Variants of one batch, by the options that they serve.
-Variants = dict[_core.AttentionOptions, PlannedVariant]
+Variants = dict[_core.AttentionOptions, _core.PlannedVariant]
 # The places of work lists that CUDA graphs have captured, each with the options of its variant.
 CapturedPlaces = tuple[tuple[_core.AttentionOptions, _core.Place], ...]
 
@@ -22,17 +21,19 @@ class Plan(NamedTuple):
     """The request of the last plan() and the variants that serve it. Replaced as a whole, so that a
     refused or interrupted call changes nothing."""
 
-    workspace: Workspace
+    workspace: _core.Workspace
     request: Request | None = None  # None: not planned, and no variants
     # The variant of a run() without options; None until the first such run() if begin_forward()
     # planned for the options of forward() instead.
-    default_variant: PlannedVariant | None = None
+    default_variant: _core.PlannedVariant | None = None
     # The variant that plan() or begin_forward() made.
-    primary: PlannedVariant | None = None
+    primary: _core.PlannedVariant | None = None
     # Variants for runs with a window_left or skipped tiles, for forward(), and of CUDA graphs.
     others: Variants = {}  # noqa: RUF012, replaced by every plan()
-    windows: dict[int, PlannedVariant] = {}  # noqa: RUF012, those of the others for a window alone
-    shared: tuple[PlannedVariant, ...] = ()  # earlier ones, whose work lists CUDA graphs replay
+    windows: dict[int, _core.PlannedVariant] = {}  # noqa: RUF012, those of the others for a window alone
+    shared: tuple[
+        _core.PlannedVariant, ...
+    ] = ()  # earlier ones, whose work lists CUDA graphs replay
     # With use_cuda_graph=True: the maximum query rows of any plan, set by the first one, and the
     # places of captured work lists.
     graph_rows: int = 0
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
     # The options of the last forward(), until a run() shows that the caller does not forward().
     last_forward: Mapping[str, Any] | None = None
 
-    def variants(self) -> set[PlannedVariant]:
+    def variants(self) -> set[_core.PlannedVariant]:
         """All variants, each once: the default one is `primary` or, unless dropped, one of the
         others."""
         if self.primary is None:
@@ -48,7 +49,7 @@ class Plan(NamedTuple):
         # NOTE: other threads may add to the others; list() copies them at once.
         return {self.primary, self.default_variant or self.primary, *list(self.others.values())}
 
-    def keep(self, options: _core.AttentionOptions, variant: PlannedVariant) -> None:
+    def keep(self, options: _core.AttentionOptions, variant: _core.PlannedVariant) -> None:
         """Adds a variant to the others. Full, they first lose all but those that CUDA graphs or
         copied wrappers share."""
         if len(self.others) >= _VARIANTS_KEPT:
@@ -58,7 +59,7 @@ class Plan(NamedTuple):
                     self.others.pop(surplus, None)
         self.others[options] = variant
 
-    def keep_window(self, window_left: int, variant: PlannedVariant) -> None:
+    def keep_window(self, window_left: int, variant: _core.PlannedVariant) -> None:
         """Remembers the variant of a run() with this window and no other option."""
         if len(self.windows) >= _VARIANTS_KEPT:
             self.windows.clear()
@@ -75,12 +76,12 @@ class Plan(NamedTuple):
         """Plan of a copied wrapper: the same variants, and memory of its own for later work
         lists."""
         workspace = self.workspace
-        own = Workspace(workspace.device_stream.device, workspace.float_buffer.tensor)
+        own = new_workspace(workspace.device_stream.device, workspace.float_tensor)
         for variant in self.variants():
             variant.shared = True
         return self._replace(workspace=own, others=dict(self.others), windows={}, shared=())
 
-    def shared_so_far(self) -> tuple[PlannedVariant, ...]:
+    def shared_so_far(self) -> tuple[_core.PlannedVariant, ...]:
         """Variants of this and earlier plans that CUDA graphs replay."""
         if self.primary is None or not (self.primary.shared or self.others):
             return self.shared

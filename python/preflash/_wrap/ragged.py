@@ -15,12 +15,15 @@ from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
-from .._compat.signatures import by_position, takes
+from .._compat.signatures import by_position, plans, takes
 from .batch import BatchPrefillWrapper
 from .options import lists_options, quick_variant, run_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_ARRAYS = {"qo_indptr": "qo_indptr", "kv_indptr": "kv_indptr", "seq_lens": "kv_lens"}
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttributes):
@@ -66,7 +69,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         if jit_args is not None:
             sink_variant.give_run(self, paged=False)
 
-    @takes(RaggedPlanArguments)
+    @plans(RaggedPlanArguments, **_ARRAYS)
     def plan(self, a: RaggedPlanArguments) -> None:
         """Chooses a kernel and makes its work list for a batch of these lengths.
 
@@ -84,7 +87,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         """
         super()._make_plan(a)
 
-    @takes(RaggedPlanArguments)
+    @plans(RaggedPlanArguments, **_ARRAYS)
     def begin_forward(self, a: RaggedPlanArguments) -> None:
         """plan(), but made for what forward() last asked for, as in
         BatchPrefillWithPagedKVCacheWrapper.begin_forward()."""

@@ -11,6 +11,7 @@ from collections import OrderedDict
 
 import torch
 
+from .. import _core
 from .._check import values as check
 from .._check.arguments import PerHead, Result, per_head_of, scales_of
 from .._check.calls import SingleArguments
@@ -22,9 +23,8 @@ from .._check.scales import Scales, folded_scales, softmax_scale
 from .._check.tensors import check_per_head
 from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
-from .._device.workspace import Workspace
 from .._plan import masks, pipeline, prepass
-from .._run.variant import PlannedVariant, run_memory
+from .._run.variant import mask_tiles, new_workspace, run_memory
 from . import traced
 
 _PLANS_KEPT = 64
@@ -37,13 +37,13 @@ class _Cache(threading.local):
     """The most recently used plans of this thread, and its workspace of each device."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[tuple, PlannedVariant] = OrderedDict()
-        self.last: tuple[tuple | None, PlannedVariant | None] = (None, None)  # of plans
-        self.workspaces: dict[torch.device, Workspace] = {}
+        self.plans: OrderedDict[tuple, _core.PlannedVariant] = OrderedDict()
+        self.last: tuple[tuple | None, _core.PlannedVariant | None] = (None, None)  # of plans
+        self.workspaces: dict[torch.device, _core.Workspace] = {}
 
 
 _cache = _Cache()
-_captured: list[PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
+_captured: list[_core.PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
 
 
 def attention_of_one(a: SingleArguments) -> Result:
@@ -85,7 +85,9 @@ def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> 
             device_stream.stream(), per_head.scaled, prepass.policy())  # fmt: skip
 
 
-def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> PlannedVariant:
+def _plan(
+    a: SingleArguments, per_head: PerHead, device_stream: DeviceStream
+) -> _core.PlannedVariant:
     options = single_options(a)
     pipeline.refuse_capture(device_stream)
     masked, q_given = has_mask(a), converted_from(a.q.dtype, options)
@@ -102,14 +104,15 @@ def _plan(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) ->
         options, device, batch, None, a.kv_layout, q_given=q_given, scales=scales
     )  # fmt: skip
     # One pair of pinned buffers per thread and device.
-    workspace = _cache.workspaces.setdefault(
-        device, Workspace(device, None, float_bytes=_FLOAT_BYTES)
-    )
+    workspace = _cache.workspaces.get(device)
+    if workspace is None:
+        workspace = _cache.workspaces[device] = new_workspace(device)
+        workspace.float_bytes = _FLOAT_BYTES
     return pipeline.made(workspace, backends.requested(a.backend).name, request)
 
 
 def _run_planned(
-    variant: PlannedVariant, a: SingleArguments, per_head: PerHead, outputs: Outputs
+    variant: _core.PlannedVariant, a: SingleArguments, per_head: PerHead, outputs: Outputs
 ) -> Result:
     request, scales, given = variant.request, variant.request.scales, scales_of(a)
     if a.sm_scale is not None or given.given:
@@ -125,16 +128,16 @@ def _run_planned(
         # Freed in stream order: what was launched may still use them.
         device = request.device
         partials = torch.empty(num_bytes, dtype=torch.uint8, device=device) if num_bytes else None
-        mask_tiles = None if mask is None else variant.mask_tiles()
-        memory = run_memory(partials, mask, per_head, mask_tiles)
+        tiles = None if mask is None else mask_tiles(variant)
+        memory = run_memory(partials, mask, per_head, tiles)
     was_shared = variant.shared
-    result = variant.attend_to(a.q, (a.k, a.v), scales, outputs, memory)
+    result = variant(a.q, (a.k, a.v), scales, outputs, memory)
     if variant.shared and not was_shared:  # with a CUDA graph
         _captured.append(variant)
     return result
 
 
-def _mask(variant: PlannedVariant, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
+def _mask(variant: _core.PlannedVariant, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
     request, packed = variant.request, a.packed_custom_mask is not None
     if not packed:

@@ -5,7 +5,6 @@ import inspect
 import preflash
 import pytest
 from preflash._check import calls as _calls
-from preflash._wrap import decode
 from preflash._wrap.batch import BatchPrefillWrapper
 
 REQUIRED = inspect.Parameter.empty
@@ -286,7 +285,7 @@ def test_every_argument_of_plan_is_handed_on(wrapper, arguments, monkeypatch):
     received = []
     monkeypatch.setattr(wrapper, "_as_prefill", lambda self, a: (a,), raising=False)
     monkeypatch.setattr(BatchPrefillWrapper, "_make_plan", lambda self, a: received.append(a))
-    monkeypatch.setattr(decode, "_versions", lambda a: None)
+    monkeypatch.setattr(BatchPrefillWrapper, "_remember", lambda self, a, call, given: None)
     wrapper.plan(object.__new__(wrapper), **{name: f"that of {name}" for name in names[1:]})
     (got,) = received
     assert type(got) is arguments

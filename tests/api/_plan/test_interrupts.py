@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from preflash._device import backends
+from preflash._plan import pipeline
 from preflash.testing import Case, MaskKind, build, runner
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -169,14 +170,14 @@ def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
     expected = results(wrapper, inputs)
     shown = repr(wrapper)
 
-    def fail(self):
+    def fail(*args, **options):
         raise RuntimeError("no pinned memory")
 
-    monkeypatch.setattr("preflash._device.workspace.Workspace.uploader", fail)
+    monkeypatch.setattr(pipeline, "upload", fail)
     new_float = runner.workspace(target.device, 1 << 20)
     ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
     for call in (
-        lambda: runner.plan(wrapper, other),
+        lambda: runner.plan(wrapper, other, sm_scale=0.25),
         lambda: wrapper.reset_workspace_buffer(new_float, ints),
         lambda: wrapper.run(inputs.q, inputs.cache, window_left=3),
     ):

@@ -374,7 +374,7 @@ def test_wrong_calls_of_what_runs():
     inputs = build(PAGED)
     wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     runner.plan(wrapper, inputs)
-    attend_to = wrapper._plan.default_variant.attend_to
+    attend_to = wrapper._plan.default_variant
     usual = (*tensors(inputs), (1.0, 1.0), DEFAULT_OUTPUTS, None)
     attend_to(*usual)
     for wrong in (usual[:4], (*usual[:2], 1.0, *usual[3:]), (*usual[:3], None, None)):

@@ -1,5 +1,6 @@
-// A placed plan and the launches bound to it: run() is one call for every layer. Each combination
-// of shapes, strides, dtypes and devices is checked once.
+// A planned batch, or two in one launch: the kernel, the work list and, once placed and uploaded,
+// the launches. run() is one call for every layer; each combination of shapes, strides, dtypes and
+// devices is checked once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,17 +14,9 @@
 #include "bindings/given_segment.h"
 #include "bindings/guard.h"
 #include "bindings/place.h"
+#include "bindings/workspace.h"
 
 namespace preflash {
-
-// Python functions for the rare paths of a run. Each gets the run's context first. NOTE: the
-// context must not hold the run.
-struct RunFunctions {
-  pybind11::object check;           // (arguments of run): numbers and BoundSegment of each segment
-  pybind11::object refuse;          // (arguments of run): raises where a gradient or trace is lost
-  pybind11::object stream_changed;  // called before a run on another stream than the last run's
-  pybind11::object copy;            // (buffer, array, most), without context: see upload()
-};
 
 // Results of the checks of one segment's tensors, for its launches.
 struct BoundSegment {
@@ -39,9 +32,33 @@ struct CheckedTensors {
   std::vector<BoundSegment> segments;
 };
 
-// Settings and checked tensors that the runs of plans with the same options and layouts share.
+// What a wrapper's plans have in common where they differ in lengths alone.
+struct PlansAlike {
+  struct Segment {
+    AttentionOptions options;
+    pybind11::object kv_layout;  // a string
+    int page_size;
+    pybind11::object q_given;  // Request.q_given
+
+    bool operator==(const Segment& other) const {
+      return options == other.options && page_size == other.page_size &&
+             q_given.is(other.q_given) && kv_layout.equal(other.kv_layout);
+    }
+  };
+
+  pybind11::object backend;
+  std::vector<Segment> segments;
+
+  bool operator==(const PlansAlike& other) const {
+    return backend.is(other.backend) && segments == other.segments;
+  }
+};
+
+// Settings and checked tensors that the runs of plans alike share.
 struct RunSettings {
-  std::shared_ptr<const RunFunctions> functions;
+  RunSettings(pybind11::object float_workspace, PlansAlike alike);
+
+  PlansAlike of;
   pybind11::object float_workspace;  // a tensor, or None: every run brings its own, if any
   pybind11::object num_threads;      // called for every launch; None: not on the CPU
   // Called with each launch, which says whether it was captured, instead of starting it; None:
@@ -63,19 +80,36 @@ struct PlannedSegmentMemory {
 };
 
 // Thread-safe: any number of threads may call run() at once.
-class BoundRun : public std::enable_shared_from_this<BoundRun> {
+class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
  public:
-  // context: of settings' functions: the requests and names of the segments, the buffers and the
-  // device's stream (_run.variant.PlannedVariant).
-  BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
-           std::shared_ptr<RunSettings> settings, pybind11::tuple context);
+  // Has no place yet. backend: _device.backends.Backend. requests: a Request for each segment.
+  PlannedVariant(pybind11::object backend, std::shared_ptr<const Plan> plan,
+                 pybind11::tuple requests);
 
-  // Starts the copies of the runs' work lists to the device, and of `copies` with the first. runs:
-  // at least one, of one batch. Releases the GIL meanwhile.
-  static void upload(const std::vector<std::shared_ptr<BoundRun>>& runs, void* stream,
+  // Binds the plan to memory for its work list: to `where`, the place that a CUDA graph captured,
+  // or where that is null to new memory of the workspace.
+  void place_in(std::shared_ptr<Workspace> workspace, std::shared_ptr<Place> where = nullptr);
+  // Starts the copies of the variants' work lists to the device, and of `copies` with the first.
+  // variants: at least one, placed, of one batch. Releases the GIL meanwhile.
+  static void upload(const std::vector<std::shared_ptr<PlannedVariant>>& variants, void* stream,
                      std::vector<HostCopy> copies);
-  const Torch& torch() const { return torch_; }
-  const RunFunctions& functions() const { return *settings_->functions; }
+
+  const pybind11::object& backend() const { return backend_; }
+  const std::shared_ptr<const Plan>& plan() const { return plan_; }
+  const pybind11::tuple& requests() const { return requests_; }
+  // Before place_in(): the same request with its mask, which was planned without.
+  void set_requests(pybind11::tuple requests) { requests_ = std::move(requests); }
+  PlansAlike alike() const;
+  // Null before place_in().
+  const std::shared_ptr<Place>& place() const { return place_; }
+  const std::shared_ptr<Workspace>& workspace() const { return workspace_; }
+  // The work list, and all else that launches use.
+  const std::vector<std::shared_ptr<Buffer>>& buffers() const { return buffers_; }
+  const RunFunctions& functions() const { return *workspace_->functions(); }
+  const Torch& torch() const { return workspace_->torch(); }
+
+  // Called before every run; None: nothing. For PREFLASH_DEBUG=1.
+  pybind11::object before_run = pybind11::none();
 
   // arguments: GivenSegment's, for each segment. Raises every error of the wrapper's run() about
   // its tensors, and returns its results.
@@ -106,6 +140,15 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
     const CalledSegment& segment(int s) const { return *in_place[s]; }
   };
 
+  // Arguments whose queries have the dtype that kernels read.
+  struct Converted {
+    Converted(const PlannedVariant& variant, PyObject* const* given, Py_ssize_t count);
+
+    std::vector<pybind11::object> queries;
+    std::vector<PyObject*> arguments;
+  };
+
+  pybind11::object run_converted(PyObject* const* arguments, Py_ssize_t count);
   Call checked(PyObject* const* arguments, Py_ssize_t count);
   // Null: no launch is bound to such tensors yet.
   std::shared_ptr<Bound> find_bound(const Call& call);
@@ -120,28 +163,30 @@ class BoundRun : public std::enable_shared_from_this<BoundRun> {
   // True if these tensors contain all tokens and pages of the plan.
   bool holds_plan(const CheckedTensors& checked) const;
   bool records(const Call& call) const;
-  // Reads a segment's request, and holds on to tensors that callers hold, too.
-  PlannedSegmentMemory segment_memory(int segment, pybind11::handle request);
+  // Reads a segment's request, holds on to tensors that callers hold, too, and adds to the buffers.
+  PlannedSegmentMemory segment_memory(int segment);
   pybind11::object ask(const pybind11::object& function, PyObject* const* arguments) const;
   // Returns a segment's results; fills in the addresses of tensors that it allocates. blank: a new
   // out starts as zeros and a new lse as -inf, for the rows that the kernel does not write.
   pybind11::object make_outputs(const BoundSegment& bound, bool blank,
                                 CalledSegment* segment) const;
-  void* current_stream() const;
   void* follow_stream();
   bool launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
               const pybind11::object& partials) const;
   bool start(Bound& bound, RunArguments arguments, const pybind11::object& partials) const;
   bool start_now(Bound& bound, RunArguments arguments) const;
 
-  std::shared_ptr<Place> place_;
-  const Torch& torch_;
+  pybind11::object backend_;
   std::shared_ptr<const Plan> plan_;
   int num_segments_;
+  pybind11::tuple requests_;
+  bool converts_;  // the queries of every run, from Request.q_given
+  std::shared_ptr<Workspace> workspace_;
+  std::shared_ptr<Place> place_;
+  std::vector<std::shared_ptr<Buffer>> buffers_;
   std::vector<PlannedSegmentMemory> memory_;  // of each segment
   std::shared_ptr<RunSettings> settings_;
-  pybind11::tuple context_;
-  HeldMemory held_;
+  std::optional<HeldMemory> held_;
   std::atomic<void*> stream_;  // stream of the last run
   Guard guard_;                // guards bound_
   std::vector<std::shared_ptr<Bound>> bound_;

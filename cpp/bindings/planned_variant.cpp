@@ -1,4 +1,4 @@
-#include "bindings/bound_run.h"
+#include "bindings/planned_variant.h"
 
 #include <algorithm>
 #include <array>
@@ -81,6 +81,17 @@ class WithoutInterpreter {
   PyThreadState* state_;
 };
 
+// Fields of _check.request.Request and of its PageList.
+struct RequestNames {
+  py::str mask = "mask", kv_lens = "kv_lens", pages = "pages", graph_rows = "graph_rows";
+  py::str on_device = "on_device", largest = "largest";
+  py::str kv_layout = "kv_layout", q_given = "q_given";
+};
+
+const RequestNames& request_names() {
+  return made_once<RequestNames>([] { return RequestNames{}; });
+}
+
 py::object made(const py::object& make, PyObject* q) {
   PyObject* const result = PyObject_CallOneArg(make.ptr(), q);
   if (result == nullptr) throw py::error_already_set();
@@ -89,45 +100,83 @@ py::object made(const py::object& make, PyObject* q) {
 
 }  // namespace
 
-BoundRun::BoundRun(std::shared_ptr<Place> place, std::shared_ptr<const Plan> plan,
-                   std::shared_ptr<RunSettings> settings, py::tuple context)
-    : place_(std::move(place)),
-      torch_(*place_->torch),
+RunSettings::RunSettings(py::object float_workspace, PlansAlike alike)
+    : of(std::move(alike)),
+      float_workspace(std::move(float_workspace)),
+      num_threads(of.backend.attr("num_threads")),
+      launched_by(of.backend.attr("launched_by")) {}
+
+PlannedVariant::PlannedVariant(py::object backend, std::shared_ptr<const Plan> plan,
+                               py::tuple requests)
+    : backend_(std::move(backend)),
       plan_(std::move(plan)),
       num_segments_(plan_->segments().size()),
-      settings_(std::move(settings)),
-      context_(std::move(context)),
-      held_(place_->torch, "plan()", "call plan() again"),
-      stream_(current_stream()) {
-  const auto requests = context_[0].cast<py::tuple>();
-  for (int s = 0; s < num_segments_; ++s) memory_.push_back(segment_memory(s, requests[s]));
-  held_.hold("int_workspace_buffer", place_->tensor,
-             {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan_->int_bytes()});
+      requests_(std::move(requests)),
+      converts_(std::ranges::any_of(requests_, [](py::handle request) {
+        return !request.attr(request_names().q_given).is_none();
+      })) {}
+
+void PlannedVariant::place_in(std::shared_ptr<Workspace> workspace, std::shared_ptr<Place> where) {
+  workspace_ = std::move(workspace);
+  place_ = std::move(where);
+  if (place_ == nullptr) {
+    place_ = std::make_shared<Place>(workspace_->uploader(), workspace_->functions()->torch,
+                                     workspace_->int_buffer(plan_->int_bytes()));
+  }
+  buffers_ = {place_->buffer};
+  if (workspace_->float_buffer() != nullptr) buffers_.push_back(workspace_->float_buffer());
+  settings_ = workspace_->settings_for(*this);
+  held_.emplace(workspace_->functions()->torch, "plan()", "call plan() again");
+  held_->hold(
+      "int_workspace_buffer", place_->buffer->tensor(),
+      {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan_->int_bytes()});
+  memory_.clear();
+  for (int s = 0; s < num_segments_; ++s) memory_.push_back(segment_memory(s));
+  stream_ = workspace_->device_stream().current();
+  for (const auto& buffer : buffers_) buffer->used_on(workspace_->device_stream(), stream_);
 }
 
-PlannedSegmentMemory BoundRun::segment_memory(int segment, py::handle request) {
-  struct Names {
-    py::str mask = "mask", kv_lens = "kv_lens", pages = "pages", graph_rows = "graph_rows";
-    py::str on_device = "on_device", largest = "largest";
-  };
-  const Names& names = made_once<Names>([] { return Names{}; });
+PlansAlike PlannedVariant::alike() const {
+  const RequestNames& names = request_names();
+  PlansAlike alike{.backend = backend_, .segments = {}};
+  for (int s = 0; s < num_segments_; ++s) {
+    const PlannedSegment& segment = plan_->segments()[s];
+    const py::handle request = requests_[s];
+    alike.segments.push_back({.options = segment.options,
+                              .kv_layout = request.attr(names.kv_layout),
+                              .page_size = segment.batch->page_size(),
+                              .q_given = request.attr(names.q_given)});
+  }
+  return alike;
+}
+
+PlannedSegmentMemory PlannedVariant::segment_memory(int segment) {
+  const RequestNames& names = request_names();
+  const py::handle request = requests_[segment];
   const Batch& batch = *plan_->segments()[segment].batch;
   const bool of_graphs = request.attr(names.graph_rows).cast<int>() > 0;
-  const auto hold = [this](const char* name, const py::object& tensor, std::int64_t bytes) {
-    const Address address = torch_.address_of(tensor.ptr());
-    held_.hold(name, tensor, {.address = address, .bytes = bytes});
+  const auto use = [&](const py::object& tensor) {
+    // Those of graphs stay from plan to plan.
+    buffers_.push_back(of_graphs ? workspace_->buffer_of(tensor)
+                                 : std::make_shared<Buffer>(tensor));
+  };
+  const auto hold = [&](const char* name, const py::object& tensor, std::int64_t bytes) {
+    const Address address = torch().address_of(tensor.ptr());
+    held_->hold(name, tensor, {.address = address, .bytes = bytes});
     return address;
   };
   py::object mask = request.attr(names.mask), kv_lens = request.attr(names.kv_lens);
   PlannedSegmentMemory found{
-      .memory = RunMemory::of_plan(torch_, settings_->float_workspace, mask, kv_lens)};
+      .memory = RunMemory::of_plan(torch(), settings_->float_workspace, mask, kv_lens)};
   if (!kv_lens.is_none()) {
+    use(kv_lens);
     hold("seq_lens", kv_lens, batch.num_requests() * std::int64_t{sizeof(std::int32_t)});
   }
   const py::object pages = request.attr(names.pages);
   if (!pages.is_none()) {
     const py::object indices = pages.attr(names.on_device), largest = pages.attr(names.largest);
     if (!indices.is_none()) {
+      use(indices);
       const char* const name = of_graphs ? "paged_kv_indices_buf" : "paged_kv_indices";
       const std::int64_t bytes = batch.page_entries() * std::int64_t{sizeof(std::int32_t)};
       found.page_indices = pointer<const std::int32_t>(hold(name, indices, bytes));
@@ -135,6 +184,7 @@ PlannedSegmentMemory BoundRun::segment_memory(int segment, py::handle request) {
     if (!largest.is_none()) found.largest_page = largest.cast<std::int64_t>();
   }
   if (!mask.is_none()) {
+    use(mask);
     if (of_graphs) {  // the bits may change on the device after plan()
       hold("custom_mask_buf", mask, batch.mask_bytes());
     } else if (num_segments_ == 1) {  // no kernel of two segments asks which tiles are full
@@ -144,21 +194,23 @@ PlannedSegmentMemory BoundRun::segment_memory(int segment, py::handle request) {
   return found;
 }
 
-void BoundRun::upload(const std::vector<std::shared_ptr<BoundRun>>& runs, void* stream,
-                      std::vector<HostCopy> copies) {
+void PlannedVariant::upload(const std::vector<std::shared_ptr<PlannedVariant>>& variants,
+                            void* stream, std::vector<HostCopy> copies) {
   Upload upload{.copies = std::move(copies), .stream = stream};
-  for (const PlannedSegmentMemory& segment : runs.front()->memory_) {
+  for (const PlannedSegmentMemory& segment : variants.front()->memory_) {
     upload.page_indices.add(segment.page_indices);
   }
-  if (const auto* mask_bits = runs.front()->memory_.front().mask_bits) upload.mask_bits = mask_bits;
+  if (const auto* mask_bits = variants.front()->memory_.front().mask_bits) {
+    upload.mask_bits = mask_bits;
+  }
   py::gil_scoped_release release;  // staging may be busy with an earlier copy
-  for (const auto& run : runs) {
-    run->place_->write(run->plan_, upload);
+  for (const auto& variant : variants) {
+    variant->place_->write(variant->plan_, upload);
     upload.copies.clear();  // they went with the first plan
   }
 }
 
-BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
+PlannedVariant::Call PlannedVariant::checked(PyObject* const* arguments, Py_ssize_t count) {
   constexpr int kArguments = GivenSegment::kArguments;
   if (count % kArguments != 0) refuse_arguments();
   if (count != num_segments_ * kArguments) {
@@ -169,9 +221,9 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
   for (int s = 0; s < num_segments_; ++s) {
     const GivenSegment given(arguments + s * kArguments);
     try {
-      call.in_place[s].emplace(given, SeenSegment(torch_, given));
+      call.in_place[s].emplace(given, SeenSegment(torch(), given));
     } catch (const std::exception&) {
-      ask(settings_->functions->check, arguments);  // says which argument is no ordinary tensor
+      ask(functions().check, arguments);  // says which argument is no ordinary tensor
       throw;
     }
   }
@@ -180,15 +232,15 @@ BoundRun::Call BoundRun::checked(PyObject* const* arguments, Py_ssize_t count) {
     const auto& [given, seen] = call.segment(s);
     for (std::size_t i = 0; i < given.heads.size(); ++i) {
       if (given.heads[i] == Py_None || seen.heads[i] != 0) continue;
-      ask(settings_->functions->check, arguments);
+      ask(functions().check, arguments);
       throw std::invalid_argument(std::string(kHeadTensors[i].name) + " has no memory behind it");
     }
   }
-  if (records(call)) ask(settings_->functions->refuse, arguments);
+  if (records(call)) ask(functions().refuse, arguments);
   return call;
 }
 
-std::shared_ptr<BoundRun::Bound> BoundRun::find_bound(const Call& call) {
+std::shared_ptr<PlannedVariant::Bound> PlannedVariant::find_bound(const Call& call) {
   const std::lock_guard lock(guard_);
   const auto found = std::ranges::find_if(bound_, [&](const std::shared_ptr<Bound>& bound) {
     return looks_like(*bound->checked, call);
@@ -198,11 +250,12 @@ std::shared_ptr<BoundRun::Bound> BoundRun::find_bound(const Call& call) {
   return bound_.front();
 }
 
-std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* const* arguments) {
+std::shared_ptr<PlannedVariant::Bound> PlannedVariant::bound_to(const Call& call,
+                                                                PyObject* const* arguments) {
   if (auto found = find_bound(call)) return found;
   const auto checked = tensors_of(call, arguments);
   const auto bound = std::make_shared<Bound>(Bound{checked, Launch(place_, checked->tensors)});
-  held_.check_storage();
+  held_->check_storage();
   std::vector<std::shared_ptr<Bound>> dropped;  // once others may go on
   const std::lock_guard lock(guard_);
   if (bound_.size() >= kLaunchesKept) dropped.swap(bound_);
@@ -210,14 +263,14 @@ std::shared_ptr<BoundRun::Bound> BoundRun::bound_to(const Call& call, PyObject* 
   return bound;
 }
 
-bool BoundRun::looks_like(const CheckedTensors& checked, const Call& call) const {
+bool PlannedVariant::looks_like(const CheckedTensors& checked, const Call& call) const {
   for (int s = 0; s < num_segments_; ++s) {
     if (checked.facts[s] != call.segment(s).seen.facts) return false;
   }
   return true;
 }
 
-bool BoundRun::holds_plan(const CheckedTensors& checked) const {
+bool PlannedVariant::holds_plan(const CheckedTensors& checked) const {
   for (int s = 0; s < num_segments_; ++s) {
     const Batch& batch = *plan_->segments()[s].batch;
     const RunTensors& tensors = checked.tensors[s];
@@ -232,7 +285,7 @@ bool BoundRun::holds_plan(const CheckedTensors& checked) const {
   return true;
 }
 
-std::shared_ptr<const CheckedTensors> BoundRun::find_known(const Call& call) const {
+std::shared_ptr<const CheckedTensors> PlannedVariant::find_known(const Call& call) const {
   const std::lock_guard lock(settings_->guard);
   for (const auto& checked : settings_->checked) {
     if (looks_like(*checked, call) && holds_plan(*checked)) return checked;
@@ -240,8 +293,8 @@ std::shared_ptr<const CheckedTensors> BoundRun::find_known(const Call& call) con
   return nullptr;
 }
 
-std::shared_ptr<const CheckedTensors> BoundRun::tensors_of(const Call& call,
-                                                           PyObject* const* arguments) {
+std::shared_ptr<const CheckedTensors> PlannedVariant::tensors_of(const Call& call,
+                                                                 PyObject* const* arguments) {
   if (auto known = find_known(call)) return known;
   const auto checked = check_tensors(call, arguments);
   std::vector<std::shared_ptr<const CheckedTensors>> dropped;  // once others may go on
@@ -251,11 +304,11 @@ std::shared_ptr<const CheckedTensors> BoundRun::tensors_of(const Call& call,
   return checked;
 }
 
-std::shared_ptr<const CheckedTensors> BoundRun::check_tensors(const Call& call,
-                                                              PyObject* const* arguments) const {
+std::shared_ptr<const CheckedTensors> PlannedVariant::check_tensors(
+    const Call& call, PyObject* const* arguments) const {
   CheckedTensors checked;
   for (int s = 0; s < num_segments_; ++s) checked.facts.add(call.segment(s).seen.facts);
-  for (const py::handle segment : ask(settings_->functions->check, arguments)) {
+  for (const py::handle segment : ask(functions().check, arguments)) {
     auto [numbers, v_offset, make_out, make_lse] =
         segment.cast<std::tuple<SegmentNumbers, std::int64_t, py::object, py::object>>();
     checked.tensors.add(run_tensors(numbers));
@@ -265,7 +318,7 @@ std::shared_ptr<const CheckedTensors> BoundRun::check_tensors(const Call& call,
 }
 
 // True if autograd or jit tracks a caller's tensor.
-bool BoundRun::records(const Call& call) const {
+bool PlannedVariant::records(const Call& call) const {
   constexpr int kTensors = 5 + SegmentFacts::kHeadTensorCount;
   std::array<PyObject*, kTensors * kMaxSegments> tensors;
   std::size_t count = 0;
@@ -279,18 +332,46 @@ bool BoundRun::records(const Call& call) const {
       if (tensor != Py_None) tensors[count++] = tensor;
     }
   }
-  return torch_.records({tensors.data(), count});
+  return torch().records({tensors.data(), count});
 }
 
-py::object BoundRun::ask(const py::object& function, PyObject* const* arguments) const {
-  std::vector<PyObject*> given{context_.ptr()};
+py::object PlannedVariant::ask(const py::object& function, PyObject* const* arguments) const {
+  std::vector<PyObject*> given{requests_.ptr()};
   given.insert(given.end(), arguments, arguments + num_segments_ * GivenSegment::kArguments);
   PyObject* const result = PyObject_Vectorcall(function.ptr(), given.data(), given.size(), nullptr);
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
 
-py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
+py::object PlannedVariant::run(PyObject* const* arguments, Py_ssize_t count) {
+  if (!before_run.is_none()) before_run();
+  if (!converts_) return run_converted(arguments, count);
+  const Converted converted(*this, arguments, count);
+  return run_converted(converted.arguments.data(), count);
+}
+
+void PlannedVariant::check(PyObject* const* arguments, Py_ssize_t count) {
+  if (!converts_) {
+    checked(arguments, count);
+    return;
+  }
+  const Converted converted(*this, arguments, count);
+  checked(converted.arguments.data(), count);
+}
+
+PlannedVariant::Converted::Converted(const PlannedVariant& variant, PyObject* const* given,
+                                     Py_ssize_t count)
+    : arguments(given, given + count) {
+  for (int s = 0; s < variant.num_segments_; ++s) {
+    const py::handle request = variant.requests_[s];
+    const auto at = static_cast<std::size_t>(s * GivenSegment::kArguments);
+    if (at >= arguments.size() || request.attr(request_names().q_given).is_none()) continue;
+    queries.push_back(variant.functions().convert(py::handle(arguments[at]), request));
+    arguments[at] = queries.back().ptr();
+  }
+}
+
+py::object PlannedVariant::run_converted(PyObject* const* arguments, Py_ssize_t count) {
   Call call = checked(arguments, count);
   RunArguments launched;
   std::array<py::object, kMaxSegments> results;
@@ -302,7 +383,7 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
       results[s] = make_outputs(bound, blank, &call.segment(s));
     } catch (const std::exception&) {
       // For what looks like the tensors before, as in torch.vmap.
-      ask(settings_->functions->check, arguments);
+      ask(functions().check, arguments);
       throw;
     }
     const auto& [given, seen] = call.segment(s);
@@ -329,59 +410,52 @@ py::object BoundRun::run(PyObject* const* arguments, Py_ssize_t count) {
     place_->note_capture(call.bound->checked->tensors, partials);
   for (int s = 0; s < num_segments_; ++s) {
     const GivenSegment& given = call.segment(s).given;
-    if (given.out != nullptr) torch_.tell_written(given.out);
-    if (given.lse != nullptr) torch_.tell_written(given.lse);
+    if (given.out != nullptr) torch().tell_written(given.out);
+    if (given.lse != nullptr) torch().tell_written(given.lse);
   }
   return num_segments_ == 1 ? results[0] : py::make_tuple(results[0], results[1]);
 }
 
-const std::string& BoundRun::last_variant() { return last_id; }
+const std::string& PlannedVariant::last_variant() { return last_id; }
 
-void BoundRun::check(PyObject* const* arguments, Py_ssize_t count) { checked(arguments, count); }
-
-py::object BoundRun::make_outputs(const BoundSegment& bound, bool blank,
-                                  CalledSegment* segment) const {
+py::object PlannedVariant::make_outputs(const BoundSegment& bound, bool blank,
+                                        CalledSegment* segment) const {
   const GivenSegment& given = segment->given;
   SeenSegment& seen = segment->seen;
   py::object out = py::reinterpret_borrow<py::object>(given.out);
   if (!out) {
     out = made(bound.make_out, given.q);
     if (blank) out.attr("zero_")();
-    seen.out = torch_.address_of(out.ptr());
+    seen.out = torch().address_of(out.ptr());
   }
   if (!given.wants_lse()) return out;
   py::object lse = py::reinterpret_borrow<py::object>(given.lse);
   if (!lse) {
     lse = made(bound.make_lse, given.q);
     if (blank) lse.attr("fill_")(-std::numeric_limits<double>::infinity());
-    seen.see_lse(torch_, lse.ptr());
+    seen.see_lse(torch(), lse.ptr());
   }
   if (seen.lse_is_unbacked()) throw std::invalid_argument("lse has no memory behind it");
   return given.return_lse ? py::make_tuple(out, lse) : out;
 }
 
-void* BoundRun::current_stream() const {
-  if (place_->device() == kCpuDevice) return nullptr;
-  if (const auto stream = torch_.current_stream(place_->device())) return *stream;
-  return pointer<void>(context_[3].attr("stream")().cast<Address>());  // an older torch
-}
-
-void* BoundRun::follow_stream() {
-  void* const stream = current_stream();
+void* PlannedVariant::follow_stream() {
+  const DeviceStream& device_stream = workspace_->device_stream();
+  void* const stream = device_stream.current();
   if (stream != stream_) {
     {
       // When the plan's upload is complete, everything that plan() put on the device is.
       py::gil_scoped_release release;
       place_->arrive_before(stream);
     }
-    settings_->functions->stream_changed(context_);
+    for (const auto& buffer : buffers_) buffer->used_on(device_stream, stream);
     stream_ = stream;
   }
   return stream;
 }
 
-bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
-                      const py::object& partials) const {
+bool PlannedVariant::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
+                            const py::object& partials) const {
   if (settings_->launched_by.is_none()) return start(*bound, arguments, partials);
   const py::cpp_function start_it([self = shared_from_this(), bound, arguments, partials] {
     return self->start(*bound, arguments, partials);
@@ -389,8 +463,8 @@ bool BoundRun::launch(const std::shared_ptr<Bound>& bound, const RunArguments& a
   return settings_->launched_by(start_it).cast<bool>();
 }
 
-bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
-  held_.check();
+bool PlannedVariant::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
+  held_->check();
   if (partials.is_none()) return start_now(bound, arguments);
   const auto use = [&arguments](const TensorMemory& memory) {
     arguments.float_workspace = pointer<void>(memory.address);
@@ -400,17 +474,17 @@ bool BoundRun::start(Bound& bound, RunArguments arguments, const py::object& par
     // The plan does not use the workspace, which outputs must still not overlap. Its shape decides
     // without a look at its storage, which may be smaller; the storage is read only before the
     // launch is refused.
-    use(reach_of(torch_, "float_workspace_buffer", partials));
+    use(reach_of(torch(), "float_workspace_buffer", partials));
     try {
       return start_now(bound, arguments);
     } catch (const std::invalid_argument&) {  // before anything was launched
     }
   }
-  use(memory_of(torch_, "float_workspace_buffer", partials));
+  use(memory_of(torch(), "float_workspace_buffer", partials));
   return start_now(bound, arguments);
 }
 
-bool BoundRun::start_now(Bound& bound, RunArguments arguments) const {
+bool PlannedVariant::start_now(Bound& bound, RunArguments arguments) const {
   if (settings_->num_threads.is_none()) {
     const WithoutInterpreter others_run;
     return bound.launch.run(arguments);

@@ -1,0 +1,57 @@
+// The index arrays of plan() in their usual form: contiguous one-dimensional int32 tensors on the
+// CPU. Python handles all others, and says what is wrong with them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "bindings/torch_tensors.h"
+#include "core/batch.h"
+#include "core/device_plan.h"
+
+namespace preflash {
+
+// True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it.
+bool debugging();
+
+// torch's methods, called as from Python, for what the protocol's table does not tell.
+struct HostArrays {
+  explicit HostArrays(std::shared_ptr<const Torch> torch);
+
+  std::shared_ptr<const Torch> torch;
+  pybind11::object tensor_type, int32;
+  pybind11::object dtype, is_cpu;  // names
+  // Methods.
+  pybind11::object dim, is_contiguous, is_neg, data_ptr;
+  pybind11::object storage_offset, numel, untyped_storage;
+};
+
+// Tensors. page_size 0: ragged, without tensors of pages.
+struct GivenArrays {
+  PyObject* qo_indptr = nullptr;  // null: one query a request
+  PyObject* kv_indptr = nullptr;
+  PyObject* indices = nullptr;
+  PyObject* last_page_len = nullptr;
+  int page_size = 0;
+  const Uploader* uploader = nullptr;  // null: not known yet
+  PyObject* indices_buffer = nullptr;  // of CUDA graphs, for the page indices
+};
+
+struct BatchOfArrays {
+  std::shared_ptr<Batch> batch;
+  bool has_pages = false;          // false: ragged, or pages of another form than the usual
+  bool pages_on_gpu = false;       // where they are not read
+  std::int64_t largest_page = -1;  // -1: not known
+};
+
+// None: an array is unusual, or their sizes do not fit. Throws what torch raises for a tensor that
+// is no ordinary one.
+std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const GivenArrays& given);
+
+// True if a usual array holds the batch's lengths of keys.
+bool has_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch);
+
+}  // namespace preflash

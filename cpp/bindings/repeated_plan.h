@@ -1,0 +1,86 @@
+// A plan() that differs from the wrapper's last one in index arrays alone, as the steps of an
+// engine do: checks of the arrays, kernel, work list, memory and copies in one call.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bindings/host_arrays.h"
+#include "bindings/planned_variant.h"
+
+namespace preflash {
+
+// The index arrays among a call's arguments.
+enum class ArrayRole { kQoIndptr, kKvIndptr, kKvIndptrOnHost, kIndices, kLastPageLen, kKvLens };
+
+class RepeatedPlan {
+ public:
+  // call: the function of the last plan(), identifies the meaning of its arguments. roles: (name,
+  // position or -1, name of an ArrayRole) of its index arrays. plan, graph: of the wrapper after
+  // that plan(): _wrap.plan.Plan, and _wrap.graph.GraphMode or None.
+  RepeatedPlan(pybind11::object call, const pybind11::sequence& roles, pybind11::object plan,
+               pybind11::object graph);
+
+  // Keeps the arguments that the next call is compared with.
+  void remember(pybind11::tuple by_position, pybind11::dict by_name);
+
+  // Plans and makes the plan the wrapper's. Returns false, and has changed nothing, where another
+  // argument differs, an array is unusual or wrong, or anything else has to be decided again:
+  // Python then plans, or says what is wrong.
+  bool again(pybind11::handle wrapper, pybind11::handle call, const pybind11::tuple& by_position,
+             const pybind11::dict& by_name);
+
+ private:
+  struct Role {
+    std::string name;
+    Py_ssize_t position;
+    ArrayRole role;
+  };
+  struct Arrays {
+    GivenArrays given;
+    PyObject* kv_lens = nullptr;  // a hint
+  };
+  struct Drafted;
+
+  const Role* role_at(Py_ssize_t position) const;
+  const Role* role_of(PyObject* name) const;
+  // False: another argument differs.
+  bool find_arrays(const pybind11::tuple& by_position, const pybind11::dict& by_name,
+                   Arrays* arrays) const;
+  std::optional<Drafted> draft(const Arrays& arrays) const;
+  // False: what graphs have captured takes more than one place. where: null for new memory.
+  bool find_place(const Drafted& drafted, std::shared_ptr<Place>* where) const;
+  // True if what options first asked for in a capture would need is reserved.
+  bool has_reserve(std::int64_t bytes) const;
+  std::vector<HostCopy> copies_for_graphs(const Arrays& arrays, const Batch& batch) const;
+
+  pybind11::object call_;
+  std::vector<Role> roles_;
+  pybind11::object plan_, graph_, request_;
+  std::shared_ptr<PlannedVariant> primary_;
+  std::shared_ptr<Workspace> workspace_;
+  Family family_;
+  TensorMemory float_memory_;
+  std::int64_t float_bytes_;
+  std::int32_t graph_rows_;
+  std::int64_t graph_mask_bytes_;
+  bool debugging_;
+  // Positions of the fields of Plan, Request and PageList.
+  struct {
+    Py_ssize_t request, default_variant, primary, others, windows;
+    Py_ssize_t batch, pages;
+    Py_ssize_t given = 0, on_device = 0, largest = 0;
+  } fields_;
+  std::shared_ptr<HeldMemory> held_;  // null: no graphs
+  pybind11::object graph_buffers_ = pybind11::none(), indices_buffer_ = pybind11::none();
+  std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
+  pybind11::tuple by_position_;
+  pybind11::dict by_name_;
+};
+
+}  // namespace preflash

@@ -1,0 +1,264 @@
+"""plan() again with other index arrays: C++ makes that plan by itself, and it is the plan that a
+new wrapper makes."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
+from preflash import _core
+from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+from preflash.testing import Case, MaskKind, build, runner
+
+PAGED = Case("paged", (3, 0, 9), (40, 0, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
+DECODE = Case("decode", (1, 1, 1), (40, 7, 64), 4, 2, 64, page_size=16)
+CASES = pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
+OTHERS = (
+    {"qo_lens": (3, 0, 9), "kv_lens": (40, 0, 64)},
+    {"qo_lens": (1, 1, 1), "kv_lens": (3, 200, 17)},
+    {"qo_lens": (30,), "kv_lens": (100,)},
+    {"qo_lens": (), "kv_lens": ()},
+    {"qo_lens": (5,) * 70, "kv_lens": (90,) * 70},
+)
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """What plan_again() has answered: True where C++ planned."""
+    found, again = [], _core.plan_again
+    monkeypatch.setattr(
+        _core, "plan_again", lambda *given: found.append(again(*given)) or found[-1]
+    )
+    return found
+
+
+def decode_arrays(inputs):
+    return inputs.kv_indptr, inputs.indices, inputs.last_page_len
+
+
+def decode_plan(wrapper, inputs, **options):
+    case = inputs.case
+    wrapper.plan(
+        *decode_arrays(inputs), case.num_qo_heads, case.num_kv_heads, case.head_dim,
+        case.page_size, **{"q_data_type": case.dtype, "kv_data_type": case.dtype, **options},
+    )  # fmt: skip
+
+
+@CASES
+def test_other_lengths(case, target, answers):
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    for seed, lengths in enumerate(OTHERS):
+        other_case = dataclasses.replace(case, **lengths)
+        inputs = build(other_case, seed=seed, device=target.device, index_device="cpu")
+        runner.plan(wrapper, inputs)
+        got = runner.run(wrapper, inputs)
+        if inputs.case.batch_size > 0:
+            runner.compare(inputs, *got).check()
+        other = runner.make_wrapper(case, backend=target.backend, device=target.device)
+        runner.plan(other, inputs)
+        assert all(map(torch.equal, got, runner.run(other, inputs)))
+        assert repr(other) == repr(wrapper)
+    # An empty array of pages has no memory to read.
+    assert answers[::2] == [False, True, True, not case.paged, True]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sm_scale": 0.5}, {"causal": False}, {"window_left": 7}, {"logits_soft_cap": 3.0},
+        {"uniform_q_len": -1}, {"disable_split_kv": True},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_another_option_is_another_plan(changed, target, answers):
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    runner.plan(wrapper, inputs, **changed)
+    assert answers == [False, False]
+    got = runner.run(wrapper, inputs)
+    other = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    runner.plan(other, inputs, **changed)
+    assert all(map(torch.equal, got, runner.run(other, inputs)))
+
+
+def test_equal_numbers_of_another_type(answers):
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    runner.plan(wrapper, inputs, sm_scale=1.0)
+    runner.plan(wrapper, inputs, sm_scale=1.0)
+    runner.plan(wrapper, inputs, sm_scale=1)
+    assert answers == [False, True, False]
+    with pytest.raises(TypeError, match="causal"):
+        runner.plan(wrapper, inputs, sm_scale=1, causal=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        ("kv_indptr", lambda x: x.flip(0), "paged_kv_indptr"),
+        ("indices", lambda x: x[:-1], "paged_kv_indices"),
+        ("indices", lambda x: x.float(), "paged_kv_indices"),
+        ("last_page_len", lambda x: x + 20, "last_page_len"),
+        ("last_page_len", lambda x: x[:-1], "last_page_len"),
+        ("qo_indptr", lambda x: -x, "qo_indptr"),
+    ],
+)
+def test_wrong_arrays_are_named_and_change_nothing(name, change, match, answers):
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    runner.plan(wrapper, inputs)
+    expected, shown = runner.run(wrapper, inputs), repr(wrapper)
+    wrong = dataclasses.replace(inputs, **{name: change(getattr(inputs, name))})
+    with pytest.raises((TypeError, ValueError), match=match):
+        runner.plan(wrapper, wrong)
+    assert all(map(torch.equal, runner.run(wrapper, inputs), expected))
+    assert repr(wrapper) == shown
+    runner.plan(wrapper, inputs)
+    assert answers == [False, False, True]
+
+
+def test_lengths_that_are_repeated(answers):
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    lens = torch.tensor(PAGED.kv_lens, dtype=torch.int32)
+    for _ in range(2):
+        runner.plan(wrapper, inputs, seq_lens=lens)
+    assert answers == [False, True]
+    with pytest.raises(ValueError, match=r"seq_lens\[1\] = 1"):
+        runner.plan(wrapper, inputs, seq_lens=torch.tensor([40, 1, 64], dtype=torch.int32))
+
+
+def test_arrays_that_changed_in_place(answers):
+    """The arrays are read again: they are not what the last plan() is compared with."""
+    first = build(dataclasses.replace(DECODE, kv_lens=(16, 16, 16)))
+    second = build(dataclasses.replace(DECODE, kv_lens=(9, 9, 9)), seed=1)
+    wrapper = runner.make_wrapper(DECODE, backend="cpu")
+    arrays = [getattr(first, name).clone() for name in ("kv_indptr", "indices", "last_page_len")]
+    for inputs in (first, second):
+        for array, values in zip(arrays, decode_arrays(inputs), strict=True):
+            array.copy_(values)
+        runner.plan(wrapper, dataclasses.replace(
+            inputs, kv_indptr=arrays[0], indices=arrays[1], last_page_len=arrays[2]
+        ))  # fmt: skip
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    assert answers == [False, True]
+
+
+def test_decode_with_other_queries_after_a_repeated_plan(answers):
+    """run(q_len_per_req=) plans the arrays of the last plan() again, also of a repeated one."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(runner.workspace())
+    for seed, lens in enumerate(((40, 7, 64), (18, 90, 33))):
+        inputs = build(dataclasses.replace(DECODE, kv_lens=lens), seed=seed)
+        decode_plan(wrapper, inputs)
+    assert answers == [False, True]
+    two = dataclasses.replace(DECODE, qo_lens=(2, 2, 2), kv_lens=(18, 90, 33), mask=MaskKind.CAUSAL)
+    wanted = build(two, seed=1)
+    arrays = dict(zip(("indptr", "indices", "last_page_len"), decode_arrays(wanted), strict=True))
+    wrapper.plan(**arrays, num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=16,
+                 q_data_type=DECODE.dtype)  # fmt: skip
+    for _ in range(2):
+        wrapper.plan(**arrays, num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=16,
+                     q_data_type=DECODE.dtype)  # fmt: skip
+    out, lse = wrapper.run(wanted.q, wanted.cache, q_len_per_req=2, return_lse=True)
+    runner.compare(wanted, out, lse).check()
+
+
+def test_a_run_with_a_window_between_plans(answers):
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    expected = None
+    for _ in range(3):
+        runner.plan(wrapper, inputs)
+        got = runner.run(wrapper, inputs, window_left=5)
+        expected = expected or got
+        assert all(map(torch.equal, got, expected))
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    assert answers == [False, True, True]
+
+
+def test_a_copy_has_nothing_to_repeat(answers):
+    import copy
+
+    inputs, other = build(PAGED), build(dataclasses.replace(PAGED, **OTHERS[1]), seed=1)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    runner.plan(wrapper, inputs)
+    copied = copy.copy(wrapper)
+    runner.plan(copied, other)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    runner.compare(other, *runner.run(copied, other)).check()
+    assert answers == [False, False]
+
+
+def test_memory_of_another_workspace(answers):
+    """The caller's float buffer is another one: what it has room for is asked again."""
+    inputs = build(PAGED)
+    buffer = runner.workspace(size=1 << 20)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu", buffer=buffer)
+    runner.plan(wrapper, inputs)
+    buffer.data = torch.empty(16, dtype=torch.uint8)
+    runner.plan(wrapper, inputs)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    wrapper.reset_workspace_buffer(runner.workspace(size=1 << 20), torch.zeros(1 << 20))
+    runner.plan(wrapper, inputs)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    runner.plan(wrapper, inputs)
+    assert answers == [False, False, False, True]
+
+
+def test_replaced_plans_are_freed(target):
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    runner.plan(wrapper, inputs)
+    indices = inputs.indices.clone()
+    gone = weakref.ref(indices)
+    runner.plan(wrapper, dataclasses.replace(inputs, indices=indices))
+    del indices
+    runner.plan(wrapper, inputs)
+    gc.collect()
+    assert gone() is None
+    gone = weakref.ref(wrapper)
+    del wrapper
+    gc.collect()
+    assert gone() is None
+
+
+def test_of_graphs(target, recorder, answers):  # noqa: F811
+    """Plans between replays: of the captured work list, which each overwrites in its place."""
+    like = dataclasses.replace(PAGED, qo_lens=(), kv_lens=())
+    stage = Stage(like, Limits(batch=3, rows=40, pages=90), target)
+    stage.plan(stage.make((9, 20, 3), (100, 90, 7)))
+    graph = capture(recorder, target.device, stage.run)
+    for lengths in (((3, 0, 9), (40, 0, 64)), ((1, 1, 1), (3, 200, 17))) * 2:
+        inputs = stage.make(*lengths)
+        stage.plan(inputs)
+        graph.replay()
+        stage.check(inputs)
+    assert answers == [False, False, True, True, True]
+    larger = stage.make((30, 20, 3), (100, 90, 7))
+    with pytest.raises(ValueError, match="qo_indptr"):
+        runner.plan(stage.wrapper, larger)
+
+
+def test_fast_decode_plan(answers):
+    buffers = (torch.zeros(4), torch.zeros(60), torch.zeros(3))
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        runner.workspace(), "NHD", True, False, *(b.to(torch.int32) for b in buffers)
+    )
+    for seed, lens in enumerate(((40, 7, 64), (18, 90, 33), (1, 2, 0))):
+        inputs = build(dataclasses.replace(DECODE, kv_lens=lens), seed=seed)
+        indptr, indices, last_page_len = decode_arrays(inputs)
+        for on_host in (None, indptr):
+            fast_decode_plan(
+                wrapper, indptr if on_host is None else indptr + 1, indices, last_page_len,
+                4, 2, 64, 16, q_data_type=DECODE.dtype, global_override_indptr_cpu=on_host,
+            )  # fmt: skip
+            out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True)
+            runner.compare(inputs, out, lse).check()
+        assert wrapper._paged_kv_indptr_buf.tolist() == indptr.tolist()
+        assert wrapper._paged_kv_indices_buf[: indices.numel()].tolist() == indices.tolist()
+        assert wrapper._paged_kv_last_page_len_buf.tolist() == last_page_len.tolist()
