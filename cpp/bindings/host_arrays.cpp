@@ -69,10 +69,9 @@ Indices indices_at(Address data, std::int64_t count) {
 constexpr dlpack::Device kHost = {.type = dlpack::kCpu, .id = 0};
 
 std::optional<Indices> by_table(const Torch& torch, PyObject* value, dlpack::Device device) {
-  constexpr dlpack::DataType kInt32 = {.code = dlpack::kInt, .bits = 32, .lanes = 1};
   const std::optional<dlpack::Tensor> tensor = torch.read(value);
-  if (!tensor || tensor->ndim != 1 || !(tensor->device == device) || !(tensor->dtype == kInt32) ||
-      (tensor->strides[0] != 1 && tensor->shape[0] > 1)) {
+  if (!tensor || tensor->ndim != 1 || !(tensor->device == device) ||
+      !(tensor->dtype == dlpack::kInt32) || (tensor->strides[0] != 1 && tensor->shape[0] > 1)) {
     return {};
   }
   return indices_at(tensor->address(), tensor->shape[0]);

@@ -81,10 +81,6 @@ std::string cuda_error() {
   return Registry::instance().cuda() == nullptr ? Registry::instance().cuda_error() : "";
 }
 
-bool is_capturing(int device, Address stream) {
-  return services_of(device).is_capturing({.device = device, .stream = pointer<void>(stream)});
-}
-
 // None where a kernel serves the request, or the sentence that says why none does.
 py::object error_of(const Variant& wanted) {
   FoundKernel found = Registry::instance().find(wanted);
@@ -175,8 +171,6 @@ void bind_introspection(py::module_& m) {
   m.def("cpu_isa", &cpu_isa_name, "The instruction set that the CPU backend uses on this machine.");
   m.def("device_facts", &device_facts, py::arg("device"));
   m.def("cuda_device_count", &cuda_device_count);
-  m.def("is_capturing", &is_capturing, py::arg("device"), py::arg("stream"),
-        "Whether a stream is being captured into a CUDA graph.");
   m.def("cuda_version", &cuda_version);
   m.def("cuda_error", &cuda_error, "Why CUDA cannot be used; empty when it can.");
 }

@@ -162,7 +162,6 @@ const RepeatedPlan::Role* RepeatedPlan::role_of(PyObject* name) const {
 bool RepeatedPlan::find_arrays(const py::tuple& by_position, const py::dict& by_name,
                                Arrays* arrays) const {
   GivenArrays& given = arrays->given;
-  PyObject* on_host = nullptr;
   const auto take = [&](const Role* role, PyObject* value, PyObject* before) {
     if (role == nullptr) return same_constant(value, before);
     if ((value == Py_None) != (before == Py_None)) return false;
@@ -170,7 +169,7 @@ bool RepeatedPlan::find_arrays(const py::tuple& by_position, const py::dict& by_
     switch (role->role) {
       case ArrayRole::kQoIndptr: given.qo_indptr = value; break;
       case ArrayRole::kKvIndptr: given.kv_indptr = value; break;
-      case ArrayRole::kKvIndptrOnHost: on_host = value; break;
+      case ArrayRole::kKvIndptrOnHost: arrays->kv_indptr_on_host = value; break;
       case ArrayRole::kIndices: given.indices = value; break;
       case ArrayRole::kLastPageLen: given.last_page_len = value; break;
       case ArrayRole::kKvLens: arrays->kv_lens = value; break;
@@ -186,8 +185,30 @@ bool RepeatedPlan::find_arrays(const py::tuple& by_position, const py::dict& by_
     PyObject* const before = PyDict_GetItemWithError(by_name_.ptr(), name.ptr());
     if (before == nullptr || !take(role_of(name.ptr()), value.ptr(), before)) return false;
   }
-  if (on_host != nullptr) given.kv_indptr = on_host;
   return true;
+}
+
+py::list RepeatedPlan::bring_to_host(GivenArrays* given) const {
+  py::list remote, copies;
+  std::vector<PyObject**> brought;
+  const auto bring = [&](PyObject** array) {
+    if (*array == nullptr) return;
+    const auto tensor = workspace_->torch().read(*array);
+    if (!tensor || tensor->device.type != dlpack::kCuda || tensor->ndim != 1 ||
+        tensor->device.id != workspace_->device_stream().ordinal() ||
+        !(tensor->dtype == dlpack::kInt32)) {
+      return;
+    }
+    remote.append(py::handle(*array));
+    brought.push_back(array);
+  };
+  bring(&given->qo_indptr);
+  bring(&given->kv_indptr);
+  if (given->page_size > 1) bring(&given->last_page_len);  // a page of one token holds one
+  if (brought.empty()) return copies;
+  copies = py::list(workspace_->functions()->to_host(remote));
+  for (std::size_t i = 0; i < brought.size(); ++i) *brought[i] = py::handle(copies[i]).ptr();
+  return copies;
 }
 
 std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) const {
@@ -201,6 +222,8 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   const bool paged = given.page_size > 0;
   const bool of_graphs = !graph_.is_none();
   if (!indices_buffer_.is_none()) given.indices_buffer = indices_buffer_.ptr();
+  if (arrays.kv_indptr_on_host != nullptr) given.kv_indptr = arrays.kv_indptr_on_host;
+  const py::list copies = bring_to_host(&given);
   const auto found = batch_of_usual(host_arrays, given);
   if (!found || found->has_pages != paged) return {};
   if (of_graphs && found->batch->num_requests() != before.batch->num_requests()) return {};
@@ -287,7 +310,13 @@ std::vector<HostCopy> RepeatedPlan::copies_for_graphs(const Arrays& arrays,
     const py::object buffer = graph_buffers_.attr(name);
     add_copy(*workspace_, {buffer, py::handle(array), most}, &copies);
   };
-  add("kv_indptr", given.kv_indptr, kAll);
+  // An array on the device is the same as that on the host.
+  const auto to = workspace_->torch().read(py::object(graph_buffers_.attr("kv_indptr")).ptr());
+  const auto from = workspace_->torch().read(given.kv_indptr);
+  const bool in_place = to && from && to->address() == from->address();
+  if (arrays.kv_indptr_on_host == nullptr || !in_place) {
+    add("kv_indptr", arrays.kv_indptr_on_host ? arrays.kv_indptr_on_host : given.kv_indptr, kAll);
+  }
   if (given.qo_indptr != nullptr) {
     add("qo_indptr", given.qo_indptr, kAll);
     graph_.attr(names().filled_with) = py::none();
@@ -312,9 +341,8 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
       return false;
     }
     if (!graph_.is_none()) {
-      const DeviceStream& device_stream = workspace_->device_stream();
       held_->check();
-      if (device_stream.is_capturing(device_stream.current())) return false;
+      if (workspace_->device_stream().is_capturing()) return false;
       // The buffer of qo_indptr holds one query each, unless another plan() wrote it.
       if (arrays.given.qo_indptr == nullptr &&
           py::object(graph_.attr(names().filled_with)).is_none())

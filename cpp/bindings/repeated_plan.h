@@ -43,7 +43,8 @@ class RepeatedPlan {
   };
   struct Arrays {
     GivenArrays given;
-    PyObject* kv_lens = nullptr;  // a hint
+    PyObject* kv_indptr_on_host = nullptr;  // read instead of given.kv_indptr
+    PyObject* kv_lens = nullptr;            // a hint
   };
   struct Drafted;
 
@@ -52,6 +53,8 @@ class RepeatedPlan {
   // False: another argument differs.
   bool find_arrays(const pybind11::tuple& by_position, const pybind11::dict& by_name,
                    Arrays* arrays) const;
+  // Brings index arrays on the GPU to the host, in one copy for which it waits. Returns the copies.
+  pybind11::list bring_to_host(GivenArrays* given) const;
   std::optional<Drafted> draft(const Arrays& arrays) const;
   // False: what graphs have captured takes more than one place. where: null for new memory.
   bool find_place(const Drafted& drafted, std::shared_ptr<Place>* where) const;

@@ -56,6 +56,7 @@ struct ExchangeApi {
 constexpr std::int32_t kCpu = 1;  // a Device's type
 constexpr std::int32_t kCuda = 2;
 constexpr std::uint8_t kInt = 0;  // a DataType's code: signed integers
+constexpr DataType kInt32 = {.code = kInt, .bits = 32, .lanes = 1};
 
 }  // namespace dlpack
 

@@ -30,12 +30,13 @@ void* DeviceStream::current() const {
   return pointer<void>(python_.attr("stream")().cast<Address>());  // an older torch
 }
 
-bool DeviceStream::is_capturing(void* stream) const {
-  return services_of(ordinal_).is_capturing({.device = ordinal_, .stream = stream});
+bool DeviceStream::is_capturing() const {
+  return services_of(ordinal_).is_capturing({.device = ordinal_, .stream = current()});
 }
 
 void DeviceStream::wait_for(void* stream) const {
-  python_.attr("wait_for")(reinterpret_cast<Address>(stream));
+  const LaunchTarget target{.device = ordinal_, .stream = current()};
+  check_launch(services_of(ordinal_).order_behind(stream, target), "plan()");
 }
 
 Buffer::Buffer(py::object tensor, std::optional<void*> owner)
@@ -80,9 +81,7 @@ void order_behind_users(const std::vector<std::shared_ptr<Buffer>>& buffers,
   std::set<void*> streams;
   for (const auto& buffer : buffers) buffer->add_streams(&streams);
   streams.erase(device_stream.current());
-  for (void* stream : streams) {
-    if (!device_stream.is_capturing(stream)) device_stream.wait_for(stream);
-  }
+  for (void* stream : streams) device_stream.wait_for(stream);
 }
 
 Workspace::Workspace(std::shared_ptr<const RunFunctions> functions, py::object device_stream,
@@ -199,7 +198,8 @@ void bind_workspace(py::module_& m) {
                                                                 .check = functions["check"],
                                                                 .refuse = functions["refuse"],
                                                                 .convert = functions["convert"],
-                                                                .copy = functions["copy"]});
+                                                                .copy = functions["copy"],
+                                                                .to_host = functions["to_host"]});
            }),
            py::arg("torch"));
   py::class_<Buffer, std::shared_ptr<Buffer>>(m, "Buffer")

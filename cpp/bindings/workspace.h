@@ -28,6 +28,7 @@ struct RunFunctions {
   pybind11::object refuse;   // (requests, arguments of run): raises where a gradient would be lost
   pybind11::object convert;  // (q, request): queries in the dtype that kernels read
   pybind11::object copy;     // (buffer, array, most): what upload() cannot copy from host memory
+  pybind11::object to_host;  // (arrays): copies on the host, for which it waits
 };
 
 // A device and torch's current stream on it: _device.stream.DeviceStream.
@@ -39,7 +40,8 @@ class DeviceStream {
   bool on_gpu() const { return ordinal_ != kCpuDevice; }
   const pybind11::object& python() const { return python_; }
   void* current() const;
-  bool is_capturing(void* stream) const;
+  bool is_capturing() const;
+  // Orders the current stream behind another one.
   void wait_for(void* stream) const;
 
  private:

@@ -104,6 +104,8 @@ LaunchError launch_forward(const ForwardKernel& kernel, const ForwardParams& par
 
 bool is_capturing(const LaunchTarget& /*target*/) { return false; }
 
+LaunchError order_behind(void* /*before*/, const LaunchTarget& /*target*/) { return nullptr; }
+
 LaunchError set_lengths(const RequestLengths& lengths, const LaunchTarget& /*target*/) {
   for (int i = 0; i < lengths.num_requests; ++i) set_length(lengths, i, lengths.requests[i]);
   return nullptr;
@@ -127,6 +129,7 @@ constexpr DeviceServices kServices{
     .pinned_is_free = pinned_is_free,
     .launch_forward = launch_forward,
     .is_capturing = is_capturing,
+    .order_behind = order_behind,
     .prepass = call<PrepassParams, cpu::prepass>,
     .combine = call<CombineParams, cpu::combine>,
     .merge_states = call<MergeStatesParams, cpu::merge_states>,

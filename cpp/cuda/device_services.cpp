@@ -5,7 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
 
 #include "cuda/device_facts.h"
@@ -83,6 +85,33 @@ bool is_capturing(const LaunchTarget& target) {
     return false;
   }
   return status != cudaStreamCaptureStatusNone;
+}
+
+// An event of each device, which one call at a time records and waits for.
+class OrderingEvents {
+ public:
+  LaunchError order(cudaStream_t before, const LaunchTarget& target) {
+    const std::lock_guard lock(mutex_);
+    cudaEvent_t& event = events_[target.device];
+    cudaError_t status = cudaSuccess;
+    if (event == nullptr) status = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    if (status == cudaSuccess) status = cudaEventRecord(event, before);
+    if (status == cudaSuccess) status = cudaStreamWaitEvent(stream_of(target), event, 0);
+    return runtime_error(status, "ordering a stream behind another");
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, cudaEvent_t> events_;
+};
+
+LaunchError order_behind(void* before, const LaunchTarget& target) {
+  // Lives as long as the process: the driver may be gone when static objects are destroyed.
+  static auto& events = *new OrderingEvents;
+  if (is_capturing({.device = target.device, .stream = before})) return nullptr;
+  DeviceGuard guard(target.device);
+  if (guard.error() != nullptr) return guard.error();
+  return events.order(static_cast<cudaStream_t>(before), target);
 }
 
 LaunchError refuse_dtype(const char* what, DType dtype) {
@@ -208,6 +237,7 @@ preflash_device_services() {
       .pinned_is_free = &pinned_is_free,
       .launch_forward = &launch_forward,
       .is_capturing = &is_capturing,
+      .order_behind = &order_behind,
       .prepass = &prepass,
       .combine = &combine,
       .merge_states = &merge_states,

@@ -119,9 +119,6 @@ def device_facts(device: int) -> dict[str, Any]:
     """device, name, compute_capability, num_sms, smem_per_block, smem_per_sm, l2_bytes."""
 
 def cuda_device_count() -> int: ...
-def is_capturing(device: int, stream: int) -> bool:
-    """Whether a stream, by its address, is being captured into a CUDA graph."""
-
 def cuda_version() -> str: ...
 def cuda_error() -> str: ...
 def in_matrix(family: Family, options: AttentionOptions) -> bool: ...
@@ -400,6 +397,7 @@ class RunFunctions:
     convert: (q, request) -> q in the dtype that kernels read, where Request.q_given is another.
     copy: (buffer, array, most), of upload(), where the array is not contiguous and one-dimensional
         on the host.
+    to_host: (arrays) -> copies of int32 arrays on the host, which waits for them.
     """
 
     def __init__(
@@ -410,6 +408,7 @@ class RunFunctions:
         refuse: Callable[..., None],
         convert: Callable[[Any, Any], Any],
         copy: Callable[[Any, Any, int], None],
+        to_host: Callable[[Sequence[Any]], Sequence[Any]],
     ) -> None: ...
 
 class Buffer:

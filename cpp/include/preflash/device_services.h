@@ -49,7 +49,7 @@ struct ArrayCopy {
 
 // Rises with the kernels' ABI, whose params the services take, and by itself where this table alone
 // changes: the forward kernels then need not be compiled again.
-inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 3;
+inline constexpr int kServicesAbiVersion = 100 * kKernelAbiVersion + 4;
 
 struct DeviceServices {
   int abi_version = kServicesAbiVersion;
@@ -84,6 +84,9 @@ struct DeviceServices {
                                 const LaunchTarget&) = nullptr;
   // True if the target's stream is being captured into a CUDA graph.
   bool (*is_capturing)(const LaunchTarget&) = nullptr;
+  // Orders all later work of the target's stream after all earlier work of `before`, another stream
+  // of the device, unless that is being captured: the target's would become part of the capture.
+  LaunchError (*order_behind)(void* before, const LaunchTarget&) = nullptr;
   LaunchError (*prepass)(const PrepassParams&, const LaunchTarget&) = nullptr;
   LaunchError (*combine)(const CombineParams&, const LaunchTarget&) = nullptr;
   LaunchError (*merge_states)(const MergeStatesParams&, const LaunchTarget&) = nullptr;

@@ -107,10 +107,10 @@ def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) 
         if alone and page_size == 1 and not _core.debugging():
             # A page of one token holds one: no wait to hear it from the GPU.
             arrays[2] = torch.ones(last.numel(), dtype=torch.int32, device="cpu")
-    return batch_of(*_on_host(arrays), page_size=page_size)
+    return batch_of(*on_host(arrays), page_size=page_size)
 
 
-def _on_host(arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def on_host(arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns the arrays contiguous on the CPU. Those on the GPU take one copy and one wait."""
     remote = [array for array in arrays if not array.is_cpu]
     pieces = iter(torch.cat(remote).cpu().split([x.numel() for x in remote]) if remote else ())

@@ -30,7 +30,7 @@ class DeviceStream:
     """Target of launches: a device and its current stream, which is 0 on the CPU."""
 
     # stream() returns the address of the stream that is current when it is called.
-    __slots__ = ("_events", "_owner", "device", "ordinal", "stream")
+    __slots__ = ("_owner", "device", "ordinal", "stream")
 
     def __init__(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -41,7 +41,6 @@ class DeviceStream:
         if self.ordinal >= 0:
             self.stream = functools.partial(torch._C._cuda_getCurrentRawStream, self.ordinal)
         self._owner: torch.cuda.Stream | None = None  # the last one of owner_stream()
-        self._events: dict[int, torch.cuda.Event] = {}  # for wait_for(), by stream
 
     def is_capturing(self) -> bool:
         return self.ordinal >= 0 and torch.cuda.is_current_stream_capturing()
@@ -62,22 +61,6 @@ class DeviceStream:
         if owner is None or owner.cuda_stream != self.stream():
             self._owner = owner = torch.cuda.current_stream(self.device)
         return owner
-
-    def wait_for(self, stream: int) -> None:
-        """Makes the current stream wait for another stream of the device, given by its address."""
-        event = self._events.get(stream)
-        if event is None:
-            event = self._events[stream] = torch.cuda.Event()
-        event.record(_stream_at(stream, self.device))
-        self.owner_stream().wait_event(event)
-
-
-@functools.lru_cache(maxsize=64)
-def _stream_at(address: int, device: torch.device) -> torch.cuda.Stream:
-    # NOTE: ExternalStream(0) is another stream, out of torch's pool.
-    if address == 0:
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(address, device)
 
 
 # Cached DeviceStream of a device, for callers that need it in every call.

@@ -13,6 +13,7 @@ from .. import _core
 from .._check import tensors as _tensors
 from .._check import values as check
 from .._check.arguments import KvCache, PerHead
+from .._check.lengths import on_host
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
 from .._check.scales import Scales
@@ -172,7 +173,12 @@ def _is_start_of(buffer: torch.Tensor, array: torch.Tensor) -> bool:
 
 
 _FUNCTIONS = _core.RunFunctions(
-    check.TORCH, check=_bound_to, refuse=_refuse_gradients, convert=converted_query, copy=_copy
+    check.TORCH,
+    check=_bound_to,
+    refuse=_refuse_gradients,
+    convert=converted_query,
+    copy=_copy,
+    to_host=on_host,
 )
 
 

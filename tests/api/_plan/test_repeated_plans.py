@@ -48,11 +48,13 @@ def decode_plan(wrapper, inputs, **options):
 
 
 @CASES
-def test_other_lengths(case, target, answers):
+@pytest.mark.parametrize("on_host", [True, False])
+def test_other_lengths(case, on_host, target, answers):
+    where = "cpu" if on_host else target.device
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     for seed, lengths in enumerate(OTHERS):
         other_case = dataclasses.replace(case, **lengths)
-        inputs = build(other_case, seed=seed, device=target.device, index_device="cpu")
+        inputs = build(other_case, seed=seed, device=target.device, index_device=where)
         runner.plan(wrapper, inputs)
         got = runner.run(wrapper, inputs)
         if inputs.case.batch_size > 0:
