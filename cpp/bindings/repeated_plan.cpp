@@ -108,6 +108,7 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
       plan_(std::move(plan)),
       graph_(std::move(graph)),
       request_(plan_.attr("request")),
+      has_default_(!plan_.attr("default_variant").is_none()),
       primary_(plan_.attr("primary").cast<std::shared_ptr<PlannedVariant>>()),
       workspace_(plan_.attr("workspace").cast<std::shared_ptr<Workspace>>()),
       family_(primary_->backend().attr("family").cast<Family>()),
@@ -122,6 +123,7 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
               .windows = field_of(plan_, "windows"),
               .batch = field_of(request_, "batch"),
               .pages = field_of(request_, "pages")} {
+  variant_request_ = primary_->requests()[0];
   if (const py::object pages = request_.attr("pages"); !pages.is_none()) {
     fields_.given = field_of(pages, "given");
     fields_.on_device = field_of(pages, "on_device");
@@ -247,8 +249,12 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
                                 {fields_.on_device, std::move(on_device)},
                                 {fields_.largest, std::move(largest)}});
   }
-  py::object request = with_fields(
-      request_, {{fields_.batch, py::cast(found->batch)}, {fields_.pages, std::move(pages)}});
+  const py::object lengths = py::cast(found->batch);
+  const auto with_lengths = [&](const py::object& request) {
+    return with_fields(request, {{fields_.batch, lengths}, {fields_.pages, pages}});
+  };
+  py::object request = with_lengths(request_);
+  py::object of_variant = variant_request_.is(request_) ? request : with_lengths(variant_request_);
   const PlanRequest planned{.options = before.options,
                             .batch = found->batch,
                             .graph_max_rows = graph_rows_,
@@ -263,7 +269,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   }
   if (const auto room = workspace_->int_room(); room && plan->int_bytes() > *room) return {};
   return Drafted{.variant = std::make_shared<PlannedVariant>(primary_->backend(), std::move(plan),
-                                                             py::make_tuple(request)),
+                                                             py::make_tuple(of_variant)),
                  .request = request,
                  .batch = found->batch,
                  .largest_page = found->pages_on_gpu ? -1 : found->largest_page};
@@ -355,11 +361,12 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
     return false;
   }
   drafted->variant->place_in(workspace_, drafted->where);
-  const py::object plan = with_fields(plan_, {{fields_.request, drafted->request},
-                                              {fields_.default_variant, py::cast(drafted->variant)},
-                                              {fields_.primary, py::cast(drafted->variant)},
-                                              {fields_.others, py::dict()},
-                                              {fields_.windows, py::dict()}});
+  const py::object plan = with_fields(
+      plan_, {{fields_.request, drafted->request},
+              {fields_.default_variant, has_default_ ? py::cast(drafted->variant) : py::none()},
+              {fields_.primary, py::cast(drafted->variant)},
+              {fields_.others, py::dict()},
+              {fields_.windows, py::dict()}});
   std::vector<HostCopy> copies;
   if (!graph_.is_none()) {
     // From here on the old plan has lost its buffers: an interrupted call leaves no plan.
@@ -378,6 +385,7 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   if (!primary_->place()->shared) workspace_->give_back(primary_);
   plan_ = plan;
   request_ = drafted->request;
+  variant_request_ = drafted->variant->requests()[0];
   primary_ = drafted->variant;
   remember(by_position, by_name);
   return true;

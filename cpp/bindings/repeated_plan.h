@@ -64,7 +64,10 @@ class RepeatedPlan {
 
   pybind11::object call_;
   std::vector<Role> roles_;
-  pybind11::object plan_, graph_, request_;
+  pybind11::object plan_, graph_;
+  // As asked, and as the primary variant has it: begin_forward() plans for other options.
+  pybind11::object request_, variant_request_;
+  bool has_default_;  // the primary variant is that of a run() without options
   std::shared_ptr<PlannedVariant> primary_;
   std::shared_ptr<Workspace> workspace_;
   Family family_;

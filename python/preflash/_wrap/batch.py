@@ -248,8 +248,7 @@ class BatchPrefillWrapper(EngineAttributes):
         plan, request, self._repeat = self._plan, self._plan.request, None
         q_len = getattr(a, "q_len_per_req", None)
         if (
-            plan.default_variant is plan.primary
-            and plan.last_forward is None
+            plan.default_variant in (None, plan.primary)
             and request.mask is None
             and request.kv_lens is None
             and not self._in_elements

@@ -6,6 +6,7 @@ import functools
 import preflash
 import pytest
 import torch
+from preflash import _core
 from preflash._plan import pipeline as _pipeline
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
@@ -305,15 +306,21 @@ def test_an_override_that_is_none(monkeypatch):
 
 @pytest.fixture
 def plans(monkeypatch):
-    """Records the arguments of every plan made."""
+    """Records the arguments of every plan made: by Python, or by C++ alone."""
     made = []
-    plan = _pipeline.plan
+    plan, plan_again = _pipeline.plan, _core.plan_again
 
     def counted(*args):
         made.append(args)
         return plan(*args)
 
+    def counted_again(*args):
+        planned = plan_again(*args)
+        made.extend([args] * planned)
+        return planned
+
     monkeypatch.setattr(_pipeline, "plan", counted)
+    monkeypatch.setattr(_core, "plan_again", counted_again)
     return made
 
 

@@ -264,3 +264,22 @@ def test_fast_decode_plan(answers):
         assert wrapper._paged_kv_indptr_buf.tolist() == indptr.tolist()
         assert wrapper._paged_kv_indices_buf[: indices.numel()].tolist() == indices.tolist()
         assert wrapper._paged_kv_last_page_len_buf.tolist() == last_page_len.tolist()
+
+
+def test_steps_with_forward(target, answers):
+    """begin_forward() plans for the options of the last forward(), as often as it is repeated."""
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    heads = (PAGED.num_qo_heads, PAGED.num_kv_heads, PAGED.head_dim, PAGED.page_size)
+    for seed, lengths in enumerate((OTHERS[0], OTHERS[1], OTHERS[4], OTHERS[0])):
+        case = dataclasses.replace(PAGED, **lengths)
+        inputs = build(case, seed=seed, device=target.device, index_device="cpu")
+        table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+        wrapper.begin_forward(*table, *heads, q_data_type=case.dtype)
+        out, lse = wrapper.forward_return_lse(inputs.q, inputs.cache, causal=True)
+        runner.compare(inputs, out, lse).check()
+        plain = dataclasses.replace(case, mask=MaskKind.NONE)
+        plain = build(plain, seed=seed, device=target.device, index_device="cpu")
+        if seed == 3:  # run() has the options of plan()
+            assert torch.equal(plain.q, inputs.q)
+            runner.compare(plain, *runner.run(wrapper, plain)).check()
+    assert answers == [False, False, True, True]
