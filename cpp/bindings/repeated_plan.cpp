@@ -391,6 +391,42 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   return true;
 }
 
+py::object RememberedCalls::find(py::handle call, const py::tuple& by_position,
+                                 const py::dict& by_name) const {
+  const auto same = [&](const Remembered& one) {
+    if (!one.call.is(call) || one.by_position.size() != by_position.size() ||
+        one.by_name.size() != by_name.size()) {
+      return false;
+    }
+    for (std::size_t i = 0; i < by_position.size(); ++i) {
+      if (!same_constant(by_position[i].ptr(), one.by_position[i].ptr())) return false;
+    }
+    return std::ranges::all_of(by_name, [&](const auto& given) {
+      PyObject* const before = PyDict_GetItemWithError(one.by_name.ptr(), given.first.ptr());
+      return before != nullptr && same_constant(given.second.ptr(), before);
+    });
+  };
+  const auto found = std::ranges::find_if(calls_, same);
+  return found == calls_.end() ? py::none() : found->made;
+}
+
+void RememberedCalls::keep(py::object call, py::tuple by_position, py::dict by_name,
+                           const py::object& make) {
+  constexpr std::size_t kKept = 16;
+  const auto constant = [](PyObject* value) { return same_constant(value, value); };
+  for (const py::handle value : by_position) {
+    if (!constant(value.ptr())) return;
+  }
+  for (const auto& [name, value] : by_name) {
+    if (!constant(value.ptr())) return;
+  }
+  if (calls_.size() >= kKept) calls_.erase(calls_.begin());
+  calls_.push_back({.call = std::move(call),
+                    .by_position = std::move(by_position),
+                    .by_name = std::move(by_name),
+                    .made = make()});
+}
+
 namespace {
 
 // (wrapper, call, arguments by position, by name)
@@ -419,6 +455,12 @@ void bind_repeated_plan(py::module_& m) {
       .def(py::init<py::object, py::sequence, py::object, py::object>(), py::arg("call"),
            py::arg("roles"), py::arg("plan"), py::arg("graph"))
       .def("remember", &RepeatedPlan::remember, py::arg("by_position"), py::arg("by_name"));
+  py::class_<RememberedCalls>(m, "RememberedCalls")
+      .def(py::init())
+      .def("find", &RememberedCalls::find, py::arg("call"), py::arg("by_position"),
+           py::arg("by_name"))
+      .def("keep", &RememberedCalls::keep, py::arg("call"), py::arg("by_position"),
+           py::arg("by_name"), py::arg("make"));
   add_functions(m, {&again_definition});
 }
 

@@ -89,4 +89,26 @@ class RepeatedPlan {
   pybind11::dict by_name_;
 };
 
+// What was made of the constants among the arguments of earlier calls.
+class RememberedCalls {
+ public:
+  // None: no earlier call of this function had these arguments, or one is no constant.
+  pybind11::object find(pybind11::handle call, const pybind11::tuple& by_position,
+                        const pybind11::dict& by_name) const;
+  // Keeps what `make` returns, of a call with nothing but constants. Forgets the oldest one where
+  // there are many.
+  void keep(pybind11::object call, pybind11::tuple by_position, pybind11::dict by_name,
+            const pybind11::object& make);
+
+ private:
+  struct Remembered {
+    pybind11::object call;
+    pybind11::tuple by_position;
+    pybind11::dict by_name;
+    pybind11::object made;
+  };
+
+  std::vector<Remembered> calls_;
+};
+
 }  // namespace preflash

@@ -514,6 +514,21 @@ class RepeatedPlan:
     def remember(self, by_position: tuple, by_name: dict[str, Any]) -> None:
         """Keeps the arguments that the next call is compared with."""
 
+class RememberedCalls:
+    """What was made of the constants among the arguments of earlier calls; the last 16."""
+
+    def __init__(self) -> None: ...
+    def find(self, call: object, by_position: tuple, by_name: dict[str, Any]) -> Any | None:
+        """None: no earlier call had these arguments, or one of them is no constant."""
+    def keep(
+        self,
+        call: object,
+        by_position: tuple,
+        by_name: dict[str, Any],
+        make: Callable[[], object],
+    ) -> None:
+        """Keeps what `make` returns, of a call with nothing but constants."""
+
 def plan_again(wrapper: object, call: object, by_position: tuple, by_name: dict, /) -> bool:
     """Plans, and makes the plan the wrapper's, where the call differs from its last one in index
     arrays alone. False: nothing has changed, and Python has to plan or say what is wrong."""

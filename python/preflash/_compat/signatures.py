@@ -12,7 +12,13 @@ import torch
 from .. import _core
 from .._check.calls import NEUTRAL
 from .._check.names import with_nearest
-from .._check.recording import eager
+from .._check.outputs import Outputs
+from .._check.recording import (
+    eager,
+    function_mode_is_active,
+    is_dynamo_compiling,
+    num_dispatch_modes,
+)
 from .._plan.masks import DENSE_DTYPES
 
 P = ParamSpec("P")
@@ -147,6 +153,37 @@ def plans(
                 method(self, a)
                 self._remember(a, (call, roles), (args, kwargs))
 
+        return _with_signature(call, method, kind, {})
+
+    return decorate
+
+
+def forwards(
+    kind: Callable[P, Arguments],
+) -> Callable[[Callable[[Self, Arguments], Result]], Callable[Concatenate[Self, P], Result]]:
+    """takes() for a forward(), which engines call for every layer with the same options: those of
+    an earlier call are not checked again."""
+    tensors = 3 if "k" in _signature(kind).parameters else 2
+
+    def decorate(method: Callable) -> Callable:
+        collect = _collector(kind, method, {})
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling() or function_mode_is_active() or num_dispatch_modes():
+                return method(self, collect(args, kwargs))
+            options, known = args[tensors:], None
+            if len(args) >= tensors:
+                known = self._forward_again(call, options, kwargs)
+            if known is not None:
+                kv = args[1] if tensors == 2 else args[1:3]
+                return self._run_forward(known, args[0], kv, call.outputs)
+            a = collect(args, kwargs)
+            result = method(self, a)
+            if len(args) >= tensors:
+                self._forwards.keep(call, options, kwargs, lambda: self._forward_options(a))
+            return result
+
+        call.outputs = Outputs(return_lse=method.__name__ == "forward_return_lse")
         return _with_signature(call, method, kind, {})
 
     return decorate

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,15 @@ _HINTS = ("max_token_per_sequence", "max_sequence_kv", "uniform_q_len")
 CopyIn = Callable[[], list[ArrayCopy]]  # what goes into the buffers of CUDA graphs
 
 
+class ForwardOptions(NamedTuple):
+    """The options of a forward()."""
+
+    of_plan: _core.AttentionOptions
+    options: _core.AttentionOptions
+    scales: Scales
+    forward: Mapping[str, Any]  # those that replace the plan's
+
+
 class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
@@ -86,6 +95,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if self._awaits_buffers:
             self._take_graph_buffers()
         self._recorded_name = traced.name_wrapper(self)
+        self._forwards = _core.RememberedCalls()
 
     def __copy__(self) -> BatchPrefillWrapper:
         """Copies the wrapper, with the same plan and float workspace; each plans for itself."""
@@ -411,9 +421,13 @@ class BatchPrefillWrapper(EngineAttributes):
                 "forward() takes no sink, and the wrapper was constructed with jit_args of "
                 "'AttentionSink': call run(..., sink, sm_scale)"
             )
-        a = converted(given, ForwardArguments)
         if check.traced():
+            a = converted(given, ForwardArguments)
             return traced.forward(self._recorded_name, q, kv, a, outputs)
+        return self._run_forward(self._forward_options(given), q, kv, outputs)
+
+    def _forward_options(self, given: Any) -> ForwardOptions:
+        a = converted(given, ForwardArguments)
         encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
         check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
         check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
@@ -423,14 +437,26 @@ class BatchPrefillWrapper(EngineAttributes):
             "soft_cap": check.soft_cap("logits_soft_cap", a.logits_soft_cap),
             **encoding._asdict(),
         }
-        plan = self._current()
-        options = with_forward(plan.request.options, forward)
-        variant = self._select(plan, options)
+        of_plan = self._current().request.options
+        options = with_forward(of_plan, forward)
         scales = folded_scales(softmax_scale(a.sm_scale, options), scales_of(a), options)
-        result = variant(q, kv, scales, outputs, None)
-        if self._plan.last_forward != forward:
-            self._plan = self._plan._replace(last_forward=forward)
+        return ForwardOptions(of_plan, options, scales, forward)
+
+    def _run_forward(
+        self, given: ForwardOptions, q: torch.Tensor, kv: KvCache, outputs: Outputs
+    ) -> Result:
+        variant = self._select(self._plan, given.options)
+        result = variant(q, kv, given.scales, outputs, None)
+        if self._plan.last_forward != given.forward:
+            self._plan = self._plan._replace(last_forward=given.forward)
         return result
+
+    def _forward_again(self, call: object, given: tuple, options: dict) -> ForwardOptions | None:
+        """The options of an earlier forward() with the same arguments but for tensors."""
+        found, request = self._forwards.find(call, given, options), self._plan.request
+        if found is None or request is None or found.of_plan is not request.options:
+            return None
+        return found
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Does nothing: every kernel takes strides of k and of v, and none is loaded late."""

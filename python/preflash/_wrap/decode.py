@@ -24,7 +24,7 @@ from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
 from .._check.tensors import check_decode_rows
 from .._compat.engine_attributes import planned_pages
-from .._compat.signatures import plans, takes
+from .._compat.signatures import forwards, plans, takes
 from .options import lists_options_of
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -287,13 +287,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         """The backend that the last plan() chose; before one, what the constructor was given."""
         return self._backend
 
-    @takes(DecodeForwardArguments)
+    @forwards(DecodeForwardArguments)
     def forward(self, a: DecodeForwardArguments) -> torch.Tensor:
         """Deprecated: run() with its own options, as
         BatchPrefillWithPagedKVCacheWrapper.forward()."""
         return super()._forward(a.q, a.paged_kv_cache, a, DEFAULT_OUTPUTS)
 
-    @takes(DecodeForwardArguments)
+    @forwards(DecodeForwardArguments)
     def forward_return_lse(self, a: DecodeForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
         return super()._forward(a.q, a.paged_kv_cache, a, Outputs(return_lse=True))

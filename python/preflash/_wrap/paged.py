@@ -15,7 +15,7 @@ from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
-from .._compat.signatures import by_position, plans, takes
+from .._compat.signatures import by_position, forwards, plans, takes
 from .batch import BatchPrefillWrapper
 from .options import lists_options, quick_variant, run_options
 
@@ -249,7 +249,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         """run() with return_lse=True."""
         return self.run(q, paged_kv_cache, *args, return_lse=True, **options)
 
-    @takes(PagedForwardArguments)
+    @forwards(PagedForwardArguments)
     def forward(self, a: PagedForwardArguments) -> torch.Tensor:
         """Deprecated: run() with its own options; they replace those of plan(), defaults included.
 
@@ -258,7 +258,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         """
         return super()._forward(a.q, a.paged_kv_cache, a, DEFAULT_OUTPUTS)
 
-    @takes(PagedForwardArguments)
+    @forwards(PagedForwardArguments)
     def forward_return_lse(self, a: PagedForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
         return super()._forward(a.q, a.paged_kv_cache, a, Outputs(return_lse=True))

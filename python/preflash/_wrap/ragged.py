@@ -15,7 +15,7 @@ from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
 from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
-from .._compat.signatures import by_position, plans, takes
+from .._compat.signatures import by_position, forwards, plans, takes
 from .batch import BatchPrefillWrapper
 from .options import lists_options, quick_variant, run_options
 
@@ -154,13 +154,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         """run() with return_lse=True."""
         return self.run(q, k, v, *args, return_lse=True, **options)
 
-    @takes(RaggedForwardArguments)
+    @forwards(RaggedForwardArguments)
     def forward(self, a: RaggedForwardArguments) -> torch.Tensor:
         """Deprecated: run() with its own options, as
         BatchPrefillWithPagedKVCacheWrapper.forward()."""
         return super()._forward(a.q, (a.k, a.v), a, DEFAULT_OUTPUTS)
 
-    @takes(RaggedForwardArguments)
+    @forwards(RaggedForwardArguments)
     def forward_return_lse(self, a: RaggedForwardArguments) -> tuple[torch.Tensor, torch.Tensor]:
         """Deprecated: forward() that returns (out, lse), lse base 2 and [tokens, num_qo_heads]."""
         return super()._forward(a.q, (a.k, a.v), a, Outputs(return_lse=True))

@@ -283,3 +283,25 @@ def test_steps_with_forward(target, answers):
             assert torch.equal(plain.q, inputs.q)
             runner.compare(plain, *runner.run(wrapper, plain)).check()
     assert answers == [False, False, True, True]
+
+
+def test_options_of_forward_are_read_in_every_call(target):
+    """Equal numbers of another type are checked, other numbers count, tensors are read again."""
+    inputs = build(PAGED, device=target.device)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    runner.plan(wrapper, inputs)
+    scale = torch.tensor(0.3)
+    for changed in (0.3, 0.3, 0.5, scale, scale):
+        out, lse = wrapper.forward_return_lse(inputs.q, inputs.cache, causal=True, sm_scale=changed)
+        case = dataclasses.replace(PAGED, sm_scale=float(changed))
+        runner.compare(dataclasses.replace(inputs, case=case), out, lse).check()
+        scale.add_(0.1)
+    assert torch.equal(
+        wrapper.forward(inputs.q, inputs.cache, True, sm_scale=0.5),
+        wrapper.forward(inputs.q, inputs.cache, causal=True, sm_scale=0.5),
+    )
+    with pytest.raises(TypeError, match="causal"):
+        wrapper.forward(inputs.q, inputs.cache, causal=1.0, sm_scale=0.5)
+    runner.plan(wrapper, inputs, window_left=3)  # forward() has its own
+    again = wrapper.forward(inputs.q, inputs.cache, causal=True, sm_scale=0.5)
+    assert torch.equal(again, wrapper.forward(inputs.q, inputs.cache, True, sm_scale=0.5))
