@@ -102,22 +102,6 @@ PyObject* plan(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 PyMethodDef plan_definition = fast_definition("plan", &plan, "A plan of one launch.");
 
-// (a, b): whether two tuples hold the same objects, by identity: 1 is not True.
-PyObject* same_objects(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 2 || !PyTuple_Check(given[0]) || !PyTuple_Check(given[1])) {
-    return PyErr_Format(PyExc_TypeError, "same_objects takes 2 tuples");
-  }
-  const Py_ssize_t size = PyTuple_GET_SIZE(given[0]);
-  if (PyTuple_GET_SIZE(given[1]) != size) Py_RETURN_FALSE;
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    if (PyTuple_GET_ITEM(given[0], i) != PyTuple_GET_ITEM(given[1], i)) Py_RETURN_FALSE;
-  }
-  Py_RETURN_TRUE;
-}
-
-PyMethodDef same_definition =
-    fast_definition("same_objects", &same_objects, "Whether tuples hold the same objects.");
-
 void bind_plans(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def_property_readonly("num_segments",
@@ -182,7 +166,7 @@ void bind_plan(py::module_& m) {
   bind_options(m);
   bind_plans(m);
   bind_places(m);
-  add_functions(m, {&plan_definition, &same_definition});
+  add_functions(m, {&plan_definition});
 }
 
 }  // namespace preflash

@@ -1,5 +1,6 @@
 #include "bindings/host_arrays.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <limits>
 #include <memory>
@@ -26,17 +27,9 @@ bool debugging() {
 }
 
 HostArrays::HostArrays(std::shared_ptr<const Torch> of) : torch(std::move(of)) {
-  const py::module_ module = py::module_::import("torch");
-  tensor_type = module.attr("Tensor");
-  int32 = module.attr("int32");
-  dtype = py::str("dtype");
-  is_cpu = py::str("is_cpu");
-  dim = tensor_type.attr("dim");
-  is_contiguous = tensor_type.attr("is_contiguous");
+  const py::object tensor_type = py::module_::import("torch").attr("Tensor");
   is_neg = tensor_type.attr("is_neg");
-  data_ptr = tensor_type.attr("data_ptr");
   storage_offset = tensor_type.attr("storage_offset");
-  numel = tensor_type.attr("numel");
   untyped_storage = tensor_type.attr("untyped_storage");
 }
 
@@ -56,49 +49,28 @@ std::int64_t integer(const py::object& method, PyObject* tensor) {
   return value;
 }
 
-py::object attribute(const py::object& name, PyObject* tensor) {
-  PyObject* result = PyObject_GetAttr(tensor, name.ptr());
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
-}
-
-Indices indices_at(Address data, std::int64_t count) {
-  return Indices(pointer<const std::int32_t>(data), static_cast<std::size_t>(count));
-}
-
 constexpr dlpack::Device kHost = {.type = dlpack::kCpu, .id = 0};
 
-std::optional<Indices> by_table(const Torch& torch, PyObject* value, dlpack::Device device) {
-  const std::optional<dlpack::Tensor> tensor = torch.read(value);
-  if (!tensor || tensor->ndim != 1 || !(tensor->device == device) ||
-      !(tensor->dtype == dlpack::kInt32) || (tensor->strides[0] != 1 && tensor->shape[0] > 1)) {
-    return {};
-  }
-  return indices_at(tensor->address(), tensor->shape[0]);
-}
-
-std::optional<Indices> by_methods(const HostArrays& torch, PyObject* value) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(value)) != torch.tensor_type.ptr()) return {};
-  if (!attribute(torch.dtype, value).is(torch.int32)) return {};
-  if (integer(torch.dim, value) != 1) return {};
-  if (attribute(torch.is_cpu, value).ptr() != Py_True) return {};
-  if (call(torch.is_contiguous, value).ptr() != Py_True) return {};
-  return indices_at(integer(torch.data_ptr, value), integer(torch.numel, value));
-}
-
-// The elements of a usual array on a device. A storage that is too small was freed.
-std::optional<Indices> elements(const HostArrays& torch, PyObject* value, dlpack::Device device) {
-  const bool reads = torch.torch->reads();
-  if (!reads && !(device == kHost)) return {};
-  const std::optional<Indices> found =
-      reads ? by_table(*torch.torch, value, device) : by_methods(torch, value);
-  if (!found || found->data() == nullptr) return {};
-  if (call(torch.is_neg, value).ptr() != Py_False) return {};
-  const std::int64_t end = integer(torch.storage_offset, value) + std::ssize(*found);
+// True if the tensor has its memory, as it is up to its last element. A storage that is too small
+// was freed.
+bool is_backed(const HostArrays& torch, PyObject* value, std::int64_t elements) {
+  if (call(torch.is_neg, value).ptr() != Py_False) return false;
+  const std::int64_t end = integer(torch.storage_offset, value) + elements;
   const Py_ssize_t bytes = PyObject_Size(call(torch.untyped_storage, value).ptr());
   if (bytes < 0) throw py::error_already_set();
-  if (end * std::int64_t{sizeof(std::int32_t)} > bytes) return {};
-  return found;
+  return end * std::int64_t{sizeof(std::int32_t)} <= bytes;
+}
+
+// The elements of a usual array on a device.
+std::optional<Indices> elements(const HostArrays& torch, PyObject* value, dlpack::Device device) {
+  const std::optional<dlpack::Tensor> tensor = torch.torch->read(value);
+  if (!tensor || tensor->ndim != 1 || !(tensor->device == device) ||
+      !(tensor->dtype == dlpack::kInt32) || (tensor->strides[0] != 1 && tensor->shape[0] > 1) ||
+      tensor->address() == 0 || !is_backed(torch, value, tensor->shape[0])) {
+    return {};
+  }
+  return Indices(pointer<const std::int32_t>(tensor->address()),
+                 static_cast<std::size_t>(tensor->shape[0]));
 }
 
 // The GPU of page indices that are not on the host: that of a graph's buffer for them, or of the
@@ -110,10 +82,59 @@ std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer
   return dlpack::Device{.type = dlpack::kCuda, .id = uploader->device()};
 }
 
+std::int64_t extent_of(const dlpack::Tensor& table) {
+  const std::int64_t rows = table.shape[0];
+  return rows == 0 ? 0 : (rows - 1) * table.strides[0] + table.shape[1];
+}
+
+// Lets the batch read its pages from a block table [num_requests, max_pages] on its device. False:
+// the table, or the graph's buffer for it, has another form.
+bool attach_table(const HostArrays& torch, const GivenArrays& given, const dlpack::Tensor& table,
+                  BatchOfArrays* found) {
+  Batch& batch = *found->batch;
+  const auto is_table = [&](const dlpack::Tensor& one) {
+    return one.ndim == 2 && one.dtype == dlpack::kInt32 && one.device == table.device &&
+           one.shape[0] == batch.num_requests() && (one.strides[1] == 1 || one.shape[1] <= 1);
+  };
+  const std::int64_t most = (batch.max_kv_len() + given.page_size - 1) / given.page_size;
+  const bool on_host = table.device == kHost;
+  if (given.uploader == nullptr || on_host != (given.uploader->device() == kCpuDevice) ||
+      (!on_host && table.device.id != given.uploader->device()) || !is_table(table) ||
+      table.shape[1] < most || table.address() == 0 ||
+      !is_backed(torch, given.indices, extent_of(table))) {
+    return false;
+  }
+  dlpack::Tensor read = table;
+  if (given.indices_buffer != nullptr) {
+    const auto buffer = torch.torch->read(given.indices_buffer);
+    if (!buffer || !is_table(*buffer) || buffer->shape[1] < table.shape[1]) return false;
+    read = *buffer;
+  }
+  const std::int64_t stride = read.shape[0] > 1 ? read.strides[0] : read.shape[1];
+  if (stride > std::numeric_limits<std::int32_t>::max()) return false;
+  if (on_host && !given.kv_are_bounds) {
+    const auto* entries = pointer<const std::int32_t>(table.address());
+    for (int i = 0; i < batch.num_requests(); ++i) {
+      const std::int64_t pages = (batch.kv_len(i) + given.page_size - 1) / given.page_size;
+      for (std::int64_t page = 0; page < pages; ++page) {
+        const std::int32_t index = entries[i * table.strides[0] + page];
+        if (index < 0) return false;
+        found->largest_page = std::max<std::int64_t>(found->largest_page, index);
+      }
+    }
+  }
+  batch.use_block_table(static_cast<int>(stride));
+  found->table_extent = extent_of(read);
+  return true;
+}
+
 // Gives the batch its page indices; those on the host it takes over, unless a graph's buffer gets
 // them. False: the form is another, or the buffer is too small.
 bool attach_pages(const HostArrays& torch, const GivenArrays& given, BatchOfArrays* found) {
   Batch& batch = *found->batch;
+  if (const auto table = torch.torch->read(given.indices); table && table->ndim == 2) {
+    return attach_table(torch, given, *table, found);
+  }
   const std::int32_t used = batch.kv_end();
   std::optional<dlpack::Tensor> into_buffer;
   if (given.indices_buffer != nullptr) {
@@ -198,6 +219,13 @@ std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const Given
   return found;
 }
 
+bool is_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch, int device) {
+  const dlpack::Device where =
+      device == kCpuDevice ? kHost : dlpack::Device{.type = dlpack::kCuda, .id = device};
+  const auto lengths = elements(torch, given, where);
+  return lengths && std::ssize(*lengths) == batch.num_requests();
+}
+
 bool has_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch) {
   const auto lengths = elements(torch, given, kHost);
   if (!lengths || std::ssize(*lengths) != batch.num_requests()) return false;
@@ -208,29 +236,6 @@ bool has_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch) {
 }
 
 namespace {
-
-// (qo_indptr, kv_indptr, page_indices, last_page_len, page_size, uploader, buffer of page indices):
-// tensors but for page_size and an uploader; the last two may be None. page_size 0: ragged, without
-// tensors of pages. Returns (batch, pages): the largest page on the host; True: the pages are on
-// the GPU; None: ragged, or pages of another form.
-py::object batch_of(const HostArrays& torch, PyObject* const* given) {
-  const auto found =
-      batch_of_usual(torch, {.qo_indptr = given[0],
-                             .kv_indptr = given[1],
-                             .indices = given[2],
-                             .last_page_len = given[3],
-                             .page_size = static_cast<int>(PyLong_AsLong(given[4])),
-                             .uploader = py::handle(given[5]).cast<const Uploader*>(),
-                             .indices_buffer = given[6] == Py_None ? nullptr : given[6]});
-  if (!found) return py::none();
-  py::object pages = py::none();
-  if (found->pages_on_gpu) {
-    pages = py::bool_(true);
-  } else if (found->has_pages) {
-    pages = py::int_(found->largest_page);
-  }
-  return py::make_tuple(found->batch, std::move(pages));
-}
 
 template <class Answer>
 PyObject* none_if_unusual(const Answer& answer) {
@@ -246,18 +251,6 @@ PyObject* none_if_unusual(const Answer& answer) {
     return raise(std::current_exception());
   }
 }
-
-PyObject* paged_batch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  constexpr Py_ssize_t kArguments = 7;
-  if (count != kArguments) {
-    return PyErr_Format(PyExc_TypeError, "a paged batch takes %zd arguments, not %zd", kArguments,
-                        count);
-  }
-  return none_if_unusual([&] { return batch_of(state_of<HostArrays>(self), given); });
-}
-
-PyMethodDef paged_batch_definition =
-    fast_definition("paged_batch", &paged_batch, "(Batch, pages) of usual arrays, or None.");
 
 // (kv_indptr, last_page_len, page_size): a list of the requests' lengths, or None where an array is
 // unusual or a value wrong.
@@ -296,16 +289,12 @@ PyMethodDef page_lengths_definition = fast_definition(
 }  // namespace
 
 void bind_host_arrays(py::module_& m) {
-  auto bind = [&](const char* name, PyMethodDef& definition) {
-    m.def(
-        name,
-        [&definition](std::shared_ptr<const Torch> torch) {
-          return fast_callable(definition, HostArrays(std::move(torch)));
-        },
-        py::arg("torch"));
-  };
-  bind("paged_batches", paged_batch_definition);
-  bind("page_lengths_of", page_lengths_definition);
+  m.def(
+      "page_lengths_of",
+      [](std::shared_ptr<const Torch> torch) {
+        return fast_callable(page_lengths_definition, HostArrays(std::move(torch)));
+      },
+      py::arg("torch"));
   m.def("debugging", &debugging);
 }
 

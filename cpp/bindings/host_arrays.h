@@ -17,16 +17,13 @@ namespace preflash {
 // True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it.
 bool debugging();
 
-// torch's methods, called as from Python, for what the protocol's table does not tell.
+// torch's methods, called as from Python, for what the protocol's table does not tell. An older
+// torch has no such table, and no usual arrays.
 struct HostArrays {
   explicit HostArrays(std::shared_ptr<const Torch> torch);
 
   std::shared_ptr<const Torch> torch;
-  pybind11::object tensor_type, int32;
-  pybind11::object dtype, is_cpu;  // names
-  // Methods.
-  pybind11::object dim, is_contiguous, is_neg, data_ptr;
-  pybind11::object storage_offset, numel, untyped_storage;
+  pybind11::object is_neg, storage_offset, untyped_storage;  // methods
 };
 
 // Tensors. page_size 0: ragged, without tensors of pages.
@@ -38,6 +35,7 @@ struct GivenArrays {
   int page_size = 0;
   const Uploader* uploader = nullptr;  // null: not known yet
   PyObject* indices_buffer = nullptr;  // of CUDA graphs, for the page indices
+  bool kv_are_bounds = false;          // so that entries of a block table may be anything
 };
 
 struct BatchOfArrays {
@@ -45,12 +43,16 @@ struct BatchOfArrays {
   bool has_pages = false;          // false: ragged, or pages of another form than the usual
   bool pages_on_gpu = false;       // where they are not read
   std::int64_t largest_page = -1;  // -1: not known
+  // Entries from the first to the last of a block table; none: a list of pages.
+  std::optional<std::int64_t> table_extent = {};
 };
 
 // None: an array is unusual, or their sizes do not fit. Throws what torch raises for a tensor that
 // is no ordinary one.
 std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const GivenArrays& given);
 
+// True if a usual array on the device has as many lengths as the batch has requests.
+bool is_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch, int device);
 // True if a usual array holds the batch's lengths of keys.
 bool has_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch);
 

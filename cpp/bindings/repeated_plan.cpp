@@ -19,7 +19,7 @@ namespace {
 // Names of Python's attributes.
 struct WrapperNames {
   py::str plan = "_plan", repeat = "_repeat", captured = "captured", others = "others";
-  py::str filled_with = "filled_with", reserved = "reserved";
+  py::str filled_with = "filled_with", reserved = "reserved", kv_lens = "kv_lens";
 };
 
 const WrapperNames& names() {
@@ -116,13 +116,15 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
       graph_rows_(request_.attr("graph_rows").cast<std::int32_t>()),
       graph_mask_bytes_(request_.attr("graph_mask_bytes").cast<std::int64_t>()),
       debugging_(debugging()),
+      kv_are_bounds_(!request_.attr("kv_lens").is_none()),
       fields_{.request = field_of(plan_, "request"),
               .default_variant = field_of(plan_, "default_variant"),
               .primary = field_of(plan_, "primary"),
               .others = field_of(plan_, "others"),
               .windows = field_of(plan_, "windows"),
               .batch = field_of(request_, "batch"),
-              .pages = field_of(request_, "pages")} {
+              .pages = field_of(request_, "pages"),
+              .kv_lens = field_of(request_, "kv_lens")} {
   variant_request_ = primary_->requests()[0];
   if (const py::object pages = request_.attr("pages"); !pages.is_none()) {
     fields_.given = field_of(pages, "given");
@@ -221,6 +223,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   GivenArrays given = arrays.given;
   given.page_size = before.batch->page_size();
   given.uploader = workspace_->uploader().get();
+  given.kv_are_bounds = kv_are_bounds_;
   const bool paged = given.page_size > 0;
   const bool of_graphs = !graph_.is_none();
   if (!indices_buffer_.is_none()) given.indices_buffer = indices_buffer_.ptr();
@@ -229,7 +232,17 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   const auto found = batch_of_usual(host_arrays, given);
   if (!found || found->has_pages != paged) return {};
   if (of_graphs && found->batch->num_requests() != before.batch->num_requests()) return {};
-  if (arrays.kv_lens != nullptr && !has_kv_lens(host_arrays, arrays.kv_lens, *found->batch)) {
+  py::object kv_lens = py::none();
+  if (kv_are_bounds_) {
+    if (arrays.kv_lens == nullptr || !may_read(arrays.kv_lens) ||
+        !is_kv_lens(host_arrays, arrays.kv_lens, *found->batch,
+                    workspace_->device_stream().ordinal())) {
+      return {};
+    }
+    kv_lens = py::reinterpret_borrow<py::object>(arrays.kv_lens);
+    found->batch->use_kv_upper_bounds();
+  } else if (arrays.kv_lens != nullptr &&
+             !has_kv_lens(host_arrays, arrays.kv_lens, *found->batch)) {
     return {};
   }
   if (before.batch->exact_rows()) found->batch->require_exact_rows();
@@ -242,16 +255,23 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   if (paged) {
     const auto indices = py::reinterpret_borrow<py::object>(given.indices);
     py::object on_device = indices_buffer_;
-    if (!of_graphs && found->pages_on_gpu) on_device = indices;
+    if (!of_graphs && (found->pages_on_gpu || found->table_extent)) on_device = indices;
+    if (found->table_extent) {
+      on_device =
+          on_device.attr("as_strided")(py::make_tuple(*found->table_extent), py::make_tuple(1));
+    }
     py::object largest = py::none();
-    if (!found->pages_on_gpu) largest = py::int_(found->largest_page);
+    if (found->largest_page >= 0 || (!found->pages_on_gpu && !found->table_extent)) {
+      largest = py::int_(found->largest_page);
+    }
     pages = with_fields(pages, {{fields_.given, indices},
                                 {fields_.on_device, std::move(on_device)},
                                 {fields_.largest, std::move(largest)}});
   }
   const py::object lengths = py::cast(found->batch);
   const auto with_lengths = [&](const py::object& request) {
-    return with_fields(request, {{fields_.batch, lengths}, {fields_.pages, pages}});
+    return with_fields(
+        request, {{fields_.batch, lengths}, {fields_.pages, pages}, {fields_.kv_lens, kv_lens}});
   };
   py::object request = with_lengths(request_);
   py::object of_variant = variant_request_.is(request_) ? request : with_lengths(variant_request_);
@@ -272,7 +292,15 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
                                                              py::make_tuple(of_variant)),
                  .request = request,
                  .batch = found->batch,
-                 .largest_page = found->pages_on_gpu ? -1 : found->largest_page};
+                 .largest_page = found->largest_page};
+}
+
+bool RepeatedPlan::may_read(PyObject* kv_lens) const {
+  const py::tuple captured = plan_.attr(names().captured);
+  const auto before =
+      py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(request_.ptr(), fields_.kv_lens));
+  const Torch& torch = workspace_->torch();
+  return captured.empty() || torch.address_of(before.ptr()) == torch.address_of(kv_lens);
 }
 
 bool RepeatedPlan::find_place(const Drafted& drafted, std::shared_ptr<Place>* where) const {
@@ -378,6 +406,7 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
                                                      {fields_.windows, py::dict()}});
     order_behind_users(primary_->buffers(), workspace_->device_stream());
     copies = copies_for_graphs(arrays, *drafted->batch);
+    if (kv_are_bounds_) graph_.attr(names().kv_lens) = py::handle(arrays.kv_lens);
   }
   PlannedVariant::upload({drafted->variant}, workspace_->device_stream().current(),
                          std::move(copies));

@@ -44,7 +44,7 @@ class RepeatedPlan {
   struct Arrays {
     GivenArrays given;
     PyObject* kv_indptr_on_host = nullptr;  // read instead of given.kv_indptr
-    PyObject* kv_lens = nullptr;            // a hint
+    PyObject* kv_lens = nullptr;            // a hint, or what runs read where there are bounds
   };
   struct Drafted;
 
@@ -56,6 +56,8 @@ class RepeatedPlan {
   // Brings index arrays on the GPU to the host, in one copy for which it waits. Returns the copies.
   pybind11::list bring_to_host(GivenArrays* given) const;
   std::optional<Drafted> draft(const Arrays& arrays) const;
+  // True if captured graphs, if there are any, read the lengths of keys there.
+  bool may_read(PyObject* kv_lens) const;
   // False: what graphs have captured takes more than one place. where: null for new memory.
   bool find_place(const Drafted& drafted, std::shared_ptr<Place>* where) const;
   // True if what options first asked for in a capture would need is reserved.
@@ -76,10 +78,11 @@ class RepeatedPlan {
   std::int32_t graph_rows_;
   std::int64_t graph_mask_bytes_;
   bool debugging_;
+  bool kv_are_bounds_;
   // Positions of the fields of Plan, Request and PageList.
   struct {
     Py_ssize_t request, default_variant, primary, others, windows;
-    Py_ssize_t batch, pages;
+    Py_ssize_t batch, pages, kv_lens;
     Py_ssize_t given = 0, on_device = 0, largest = 0;
   } fields_;
   std::shared_ptr<HeldMemory> held_;  // null: no graphs

@@ -64,21 +64,6 @@ std::int64_t room_of(py::handle tensor) {
   return offset == 0 ? bytes : bytes - offset * tensor.attr(names.itemsize).cast<std::int64_t>();
 }
 
-// (torch, name, tensor)
-PyObject* bytes_of(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 3) return PyErr_Format(PyExc_TypeError, "bytes_of takes torch, name, tensor");
-  try {
-    const auto& torch = py::handle(given[0]).cast<const Torch&>();
-    const auto name = py::handle(given[1]).cast<std::string>();
-    return PyLong_FromLongLong(memory_of(torch, name, given[2]).bytes);
-  } catch (...) {
-    return raise(std::current_exception());
-  }
-}
-
-PyMethodDef bytes_definition =
-    fast_definition("bytes_of", &bytes_of, "The bytes behind a contiguous tensor now.");
-
 }  // namespace
 
 TensorMemory reach_of(const Torch& torch, std::string_view name, py::handle tensor) {
@@ -174,7 +159,6 @@ void bind_run_memory(py::module_& m) {
              return memory;
            }),
            py::arg("torch"), py::arg("partials"), py::arg("skip_factor") = 0.0f);
-  add_functions(m, {&bytes_definition});
   py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
       .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),
            py::arg("since"), py::arg("way_out"))

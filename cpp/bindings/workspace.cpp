@@ -180,7 +180,13 @@ void add_copy(const Workspace& workspace, const ArrayForBuffer& given,
   const Torch& torch = workspace.torch();
   const auto to = torch.read(given.buffer.ptr()), from = torch.read(given.array.ptr());
   const bool flat = to && from && from->ndim == 1 && (from->strides[0] == 1 || from->shape[0] <= 1);
-  if (flat && from->device == to->device && from->address() == to->address()) return;
+  const auto like = [](const dlpack::Tensor& a, const dlpack::Tensor& b) {
+    return a.ndim == b.ndim && std::equal(a.strides, a.strides + a.ndim, b.strides);
+  };
+  if (to && from && from->device == to->device && from->address() == to->address() &&
+      (flat || like(*to, *from))) {
+    return;
+  }
   if (!flat || from->device.type != dlpack::kCpu) {
     workspace.functions()->copy(given.buffer, given.array, given.most);
     return;

@@ -202,18 +202,6 @@ class Batch:
 def debugging() -> bool:
     """True under PREFLASH_DEBUG=1, which also checks values on the GPU, with a wait for it."""
 
-def paged_batches(
-    torch: Torch,
-) -> Callable[
-    [Any, Any, Any, Any, int, Uploader | None, Any], tuple[Batch, int | Literal[True] | None] | None
-]:
-    """The function (qo_indptr, kv_indptr, page_indices, last_page_len, page_size, uploader, buffer)
-    that makes a batch of contiguous one-dimensional int32 tensors on the CPU; None where an array
-    but page_indices is another, or they do not fit each other. page_size 0: ragged, without pages.
-    buffer: where a CUDA graph reads the page indices; None: the batch takes those on the CPU over.
-
-    With the batch comes the largest page index; True for indices on the GPU; None for others."""
-
 def page_lengths_of(torch: Torch) -> Callable[[Any, Any, int], list[int] | None]:
     """The function (kv_indptr, last_page_len, page_size) that tells the lengths of requests. None:
     not both are contiguous one-dimensional int32 tensors on the CPU, or a value is wrong."""

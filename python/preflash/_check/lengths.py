@@ -13,9 +13,6 @@ from . import values as check
 from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 from .request import PageList, Request
 
-# The batch of usual arrays on the CPU; None: look at them one by one.
-_batch_of_usual = _core.paged_batches(check.TORCH)
-
 
 class IndexArrays(NamedTuple):
     """The index arrays of one plan(), not checked. Ragged: without pages."""
@@ -46,29 +43,16 @@ def batch_lengths(
     page indices, for CUDA graphs. uploader: what will bring them to the device otherwise, if that
     is known.
     """
-    if isinstance(a, RaggedPlanArguments):
-        found = _batch_of_usual(*arrays, 0, None, None)
-        if found is not None:
-            return found[0], None
-        named = {"qo_indptr": arrays.qo_indptr, "kv_indptr": arrays.kv_indptr}
-        return _checked_batch(named, 0, device), None
-    page_size = check.integer("page_size", a.page_size, at_least=1)
     qo_indptr, kv_indptr, indices, last_page_len = arrays
-    found = _batch_of_usual(
-        qo_indptr, kv_indptr, indices, last_page_len, page_size, uploader, indices_buf
-    )
-    batch, largest = found or (None, None)
-    if largest is True:  # on the GPU
-        return batch, PageList(indices, indices if indices_buf is None else indices_buf, None)
-    if largest is not None:
-        return batch, PageList(indices, indices_buf, largest)
+    if isinstance(a, RaggedPlanArguments):
+        return _checked_batch({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, 0, device), None
+    page_size = check.integer("page_size", a.page_size, at_least=1)
     is_table = isinstance(indices, torch.Tensor) and indices.dim() == 2
     if not is_table:
         indices = check.index_array("paged_kv_indices", indices, device)
-    if batch is None:
-        named = {"qo_indptr": qo_indptr, "paged_kv_indptr": kv_indptr}
-        named["paged_kv_last_page_len"] = last_page_len
-        batch = _checked_batch(named, page_size, device)
+    named = {"qo_indptr": qo_indptr, "paged_kv_indptr": kv_indptr}
+    named["paged_kv_last_page_len"] = last_page_len
+    batch = _checked_batch(named, page_size, device)
     if is_table:
         exact = a.lengths_are_upper_bounds is False
         return batch, _block_table(batch, indices, exact, device, indices_buf)

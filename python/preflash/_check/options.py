@@ -36,24 +36,13 @@ class BatchOptions(NamedTuple):
 
 
 def batch_options(a: calls.BatchArguments) -> BatchOptions:
-    global _last
     check.not_traced()
-    masked = has_mask(a)
     kind = type(a)
-    given = (kind, masked, *_given_to[kind](a))
-    last, found = _last
-    if _core.same_objects(given, last):
-        return found
+    given = (kind, has_mask(a), *_given_to[kind](a))
     try:
-        found = _remembered(*given)
+        return _remembered(*given)
     except TypeError:  # not cacheable, or wrong: then the checks raise
         return _checked(*given)
-    _last = (given, found)
-    return found
-
-
-# Last arguments and result of _remembered(): the same objects need no hash.
-_last: tuple[tuple, BatchOptions | None] = ((), None)
 
 
 # Steps of an engine differ in lengths, not in options, whose checks would be a tenth of plan().

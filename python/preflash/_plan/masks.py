@@ -3,7 +3,6 @@ that calls describe in fewer numbers are written out before: [qo_len, kv_len] of
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -183,13 +182,10 @@ def of_drafts(kept: torch.Tensor, batch: _core.Batch, device: torch.device) -> t
 
 
 _ALONE = Items._fields[1:]
-_alone = operator.attrgetter(*_ALONE)
 
 
 def check_alone(a: Any) -> None:
     """Raises ValueError for arguments that need prefix_len_ptr, in a call without it."""
-    if _core.same_objects(_alone(a), (None, 0, None)):
-        return
     for name in _ALONE:
         value = getattr(a, name)
         if name == "token_pos_in_items_len" and value is not None:

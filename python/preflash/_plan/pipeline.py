@@ -5,6 +5,9 @@ plan    Request -> PlannedVariant        here, by a backend of _device.backends
 place   its work list gets memory        _core.PlannedVariant.place_in(), from _core.Workspace
 bind    shapes and strides -> launch     _core.PlannedVariant asks _run.variant, _check.tensors
 run     addresses -> result              _core.PlannedVariant
+
+A plan() that differs from the wrapper's last one in index arrays alone, as the steps of an engine
+do, takes one call for all but the last two: _core.plan_again (cpp/bindings/repeated_plan.h).
 """
 
 from __future__ import annotations

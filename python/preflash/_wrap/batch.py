@@ -260,7 +260,6 @@ class BatchPrefillWrapper(EngineAttributes):
         if (
             plan.default_variant in (None, plan.primary)
             and request.mask is None
-            and request.kv_lens is None
             and not self._in_elements
             and all(getattr(a, hint, None) is None for hint in _HINTS)
             and (q_len is None or (type(q_len) is int and q_len == 1))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import (
@@ -55,13 +53,8 @@ _NAMES = {
     "paged_kv_last_page_len": "last_page_len",
 }
 
-# The arguments of a call but for its index arrays, as a tuple.
+# Index arrays of plan() (_core.RepeatedPlan).
 ARRAYS = {"indptr": "kv_indptr", "indices": "indices", "last_page_len": "last_page_len"}
-_ARRAYS = (*ARRAYS, "global_override_indptr_cpu", "q_len_per_req")
-_options_of = {
-    kind: operator.attrgetter(*(name for name in kind.__slots__ if name not in _ARRAYS))
-    for kind in (DecodePlanArguments, FastDecodePlanArguments)
-}
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -81,8 +74,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     _takes_cudnn = False
     _had_several = False  # True once a plan() had several queries per request
-    # The options of the last plan(), and what they are for a paged plan().
-    _last_options: tuple[tuple, PagedPlanArguments | None] = ((), None)
     # A call of plan() whose options are planned; None: no plan(), or begin_forward() came after it.
     _made_from: DecodePlanArguments | None = None
 
@@ -186,18 +177,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
             )
         arrays = IndexArrays(qo_indptr, indptr, a.indices, a.last_page_len)
-        # Steps of an engine differ in arrays alone.
-        given = (type(a), q_len, *_options_of[type(a)](a))
-        before, prefill = self._last_options
-        if not _core.same_objects(given, before):
-            q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
-            prefill = converted(
-                a, PagedPlanArguments, qo_indptr=None, paged_kv_indptr=None, paged_kv_indices=None,
-                paged_kv_last_page_len=None, causal=q_len > 1, q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-            )  # fmt: skip
-            if prefill.seq_lens is None and prefill.block_tables is None:
-                self._last_options = (given, prefill)
+        q_data_type, kv_data_type = data_types(a.q_data_type, a.kv_data_type, a.data_type)
+        prefill = converted(
+            a, PagedPlanArguments, qo_indptr=None, paged_kv_indptr=None, paged_kv_indices=None,
+            paged_kv_last_page_len=None, causal=q_len > 1, q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+        )  # fmt: skip
         return prefill, arrays
 
     def _request(self, a: PagedPlanArguments, arrays: IndexArrays | None = None) -> Request:

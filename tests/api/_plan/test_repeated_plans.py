@@ -3,6 +3,7 @@ new wrapper makes."""
 
 import dataclasses
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -305,3 +306,153 @@ def test_options_of_forward_are_read_in_every_call(target):
     runner.plan(wrapper, inputs, window_left=3)  # forward() has its own
     again = wrapper.forward(inputs.q, inputs.cache, causal=True, sm_scale=0.5)
     assert torch.equal(again, wrapper.forward(inputs.q, inputs.cache, True, sm_scale=0.5))
+
+
+def freed(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value.untyped_storage().resize_(0)
+    return value
+
+
+def too_long_for_its_storage(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value.untyped_storage().resize_(value.nbytes - 4)
+    return value
+
+
+UNUSUAL = {
+    "list": torch.Tensor.tolist,
+    "none": lambda value: None,
+    "int64": torch.Tensor.long,
+    "float": torch.Tensor.float,
+    "two dimensions": lambda value: value[None],
+    "strided": lambda value: torch.stack([value, value], dim=1)[:, 0],
+    "subclass": lambda value: torch.nn.Parameter(value, requires_grad=False),
+    "meta": lambda value: value.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "negative view": lambda value: torch._neg_view(value.clone()),
+    "freed": freed,
+    "short of storage": too_long_for_its_storage,
+    "shorter": lambda value: value[:-1],
+    "part of a larger one": lambda value: torch.cat([value[:1], value, value[:1]])[1:-1],
+    "negative": lambda value: -value,
+}
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("name", ["qo_indptr", "kv_indptr", "indices", "last_page_len"])
+def test_unusual_arrays(name, kind):
+    """Served or refused as in a first plan()."""
+    inputs, ends = build(PAGED), []
+    unusual = dataclasses.replace(inputs, **{name: UNUSUAL[kind](getattr(inputs, name))})
+    for plans in (1, 2):
+        wrapper = runner.make_wrapper(PAGED, backend="cpu")
+        if plans == 2:
+            runner.plan(wrapper, inputs)
+        try:
+            runner.plan(wrapper, unusual)
+            ends.append([x.tolist() for x in runner.run(wrapper, inputs)])
+        except (TypeError, ValueError) as error:
+            ends.append((type(error), str(error)))
+    assert ends[0] == ends[1]
+
+
+def test_many_page_indices(answers):
+    """Each plan has its own, whichever memory they are in and whoever had that before."""
+    wrappers = [BatchDecodeWithPagedKVCacheWrapper(runner.workspace()) for _ in range(2)]
+    last = torch.tensor([7], dtype=torch.int32)
+    for i, count in enumerate((20_000, 30_000, 16_383, 16_384, 70_000, 20_000)):
+        wrapper, pages = wrappers[i % 2], torch.randperm(count, dtype=torch.int32)
+        indptr = torch.tensor([0, count], dtype=torch.int32)
+        wrapper.plan(indptr, pages, last, 4, 2, 64, 16)
+        expected = pages.tolist()
+        pages.fill_(-1)
+        assert wrapper._paged_kv_indices_buf.tolist() == expected
+        with pytest.raises(ValueError, match="indices holds -1;"):
+            wrapper.plan(indptr, pages, last, 4, 2, 64, 16)
+    assert answers.count(True) == 4
+
+
+def test_an_interrupt_of_a_mode_is_not_lost():
+    class Interrupting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise KeyboardInterrupt
+
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    runner.plan(wrapper, inputs)
+    with pytest.raises(KeyboardInterrupt), Interrupting():
+        runner.plan(wrapper, inputs)
+
+
+def block_table(inputs, width: int, device) -> torch.Tensor:
+    """[batch, width], of wider rows; entries that no request owns are no pages."""
+    table = torch.full((inputs.case.batch_size, width + 3), -5, dtype=torch.int32)
+    indptr = inputs.kv_indptr.tolist()
+    for i, (begin, end) in enumerate(itertools.pairwise(indptr)):
+        table[i, : end - begin] = inputs.indices[begin:end]
+    return table.to(device)[:, :width]
+
+
+def test_block_tables(target, answers):
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    for seed, (lengths, width) in enumerate(zip(OTHERS[:3], (5, 15, 9), strict=True)):
+        case = dataclasses.replace(PAGED, **lengths)
+        inputs = build(case, seed=seed, device=target.device, index_device="cpu")
+        table = block_table(inputs, width, target.device)
+        runner.plan(wrapper, dataclasses.replace(inputs, indices=table))
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    assert answers == [False, True, True]
+    if target.device == "cpu":
+        table[0, 0] = -1
+        with pytest.raises(ValueError, match="holds -1"):
+            runner.plan(wrapper, dataclasses.replace(inputs, indices=table))
+        table[0, 0] = 10**6
+        runner.plan(wrapper, dataclasses.replace(inputs, indices=table))
+        with pytest.raises(ValueError, match="1000000"):
+            runner.run(wrapper, inputs)
+    with pytest.raises(ValueError, match="paged_kv_indices"):
+        runner.plan(wrapper, dataclasses.replace(inputs, indices=table[:, :2]))
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_upper_bounds(as_table, target, answers):
+    """The bounds are planned, the lengths are read when a run is: those of the last plan()."""
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    for seed, lengths in enumerate(OTHERS[:2] * 2):
+        case = dataclasses.replace(PAGED, **lengths)
+        inputs = build(case, seed=seed, device=target.device, index_device="cpu")
+        lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=target.device)
+        full = torch.full_like(inputs.last_page_len, case.page_size)
+        given = dataclasses.replace(inputs, last_page_len=full)
+        if as_table:
+            given = dataclasses.replace(given, indices=block_table(inputs, 15, target.device))
+        runner.plan(wrapper, given, seq_lens=lens, lengths_are_upper_bounds=True)
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    assert answers == [False, True, True, True]
+    with pytest.raises(ValueError, match="seq_lens"):
+        runner.plan(wrapper, given, seq_lens=lens[:-1], lengths_are_upper_bounds=True)
+
+
+def test_upper_bounds_of_graphs(target, recorder, answers):  # noqa: F811
+    like = dataclasses.replace(PAGED, qo_lens=(), kv_lens=())
+    stage = Stage(like, Limits(batch=3, rows=40, pages=90), target)
+    lens = torch.zeros(3, dtype=torch.int32, device=target.device)
+    graph = None
+    for lengths in (
+        ((9, 20, 3), (100, 90, 7)),
+        ((3, 0, 9), (40, 0, 64)),
+        ((1, 1, 1), (3, 200, 17)),
+    ):
+        inputs = stage.make(*lengths)
+        full = torch.full_like(inputs.last_page_len, like.page_size)
+        given = dataclasses.replace(inputs, last_page_len=full)
+        stage.plan(given, seq_lens=lens, lengths_are_upper_bounds=True)
+        lens.copy_(torch.tensor(lengths[1], dtype=torch.int32))
+        if graph is None:
+            graph = capture(recorder, target.device, stage.run)
+        graph.replay()
+        stage.check(inputs)
+    assert answers == [False, False, True]
+    with pytest.raises(ValueError, match="another seq_lens"):
+        stage.plan(given, seq_lens=lens.clone(), lengths_are_upper_bounds=True)
