@@ -97,7 +97,10 @@ def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) 
 def on_host(arrays: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Returns the arrays contiguous on the CPU. Those on the GPU take one copy and one wait."""
     remote = [array for array in arrays if not array.is_cpu]
-    pieces = iter(torch.cat(remote).cpu().split([x.numel() for x in remote]) if remote else ())
+    if len(remote) > 1:
+        pieces = iter(torch.cat(remote).cpu().split([x.numel() for x in remote]))
+    else:
+        pieces = iter([array.cpu() for array in remote])
     return [array.contiguous() if array.is_cpu else next(pieces) for array in arrays]
 
 
