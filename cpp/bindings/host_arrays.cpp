@@ -84,7 +84,8 @@ std::optional<dlpack::Device> gpu_of(const std::optional<dlpack::Tensor>& buffer
 
 std::int64_t extent_of(const dlpack::Tensor& table) {
   const std::int64_t rows = table.shape[0];
-  return rows == 0 ? 0 : (rows - 1) * table.strides[0] + table.shape[1];
+  const std::int64_t width = table.shape[1];
+  return rows * width == 0 ? 0 : (rows - 1) * table.strides[0] + width;
 }
 
 // Lets the batch read its pages from a block table [num_requests, max_pages] on its device. False:

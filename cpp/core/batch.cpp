@@ -157,6 +157,7 @@ std::int64_t Batch::page_entries() const {
   if (!has_block_table()) return kv_end();
   std::int64_t entries = 0;
   for (int i = 0; i < num_requests(); ++i) {
+    if (pages_of(i) == 0) continue;
     entries = std::max<std::int64_t>(entries, page_begin_[i] + pages_of(i));
   }
   return entries;

@@ -195,7 +195,7 @@ def _block_table(
     largest = None
     if exact and (table.is_cpu or _core.debugging()):
         largest = _largest_of(_owned(table, batch))
-    extent = (rows - 1) * stride + width if rows > 0 else 0
+    extent = (rows - 1) * stride + width if rows * width > 0 else 0
     return PageList(table, read.as_strided((extent,), (1,)), largest)
 
 

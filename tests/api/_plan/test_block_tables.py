@@ -191,3 +191,20 @@ def test_refusals(target, monkeypatch):
     wrapper = runner.planned(with_table(inputs, table.cpu()), backend=target.backend)
     with pytest.raises(ValueError, match="paged_kv_indices holds 1000000"):
         runner.run(wrapper, inputs)
+
+
+@pytest.mark.parametrize("bounds", [False, True])
+def test_requests_without_keys_and_a_table_without_columns(target, bounds):
+    case = dataclasses.replace(CASE, qo_lens=(3, 1), kv_lens=(0, 0))
+    inputs = build(case, device=target.device)
+    options = {}
+    if bounds:
+        lens = torch.zeros(2, dtype=torch.int32, device=target.device)
+        options = {"seq_lens": lens, "lengths_are_upper_bounds": True}
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    empty = torch.empty(2, 0, dtype=torch.int32, device=target.device)
+    for _ in range(2):
+        runner.plan(wrapper, with_table(inputs, empty), **options)
+        out, lse = runner.run(wrapper, inputs)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert torch.equal(lse, torch.full_like(lse, -torch.inf))

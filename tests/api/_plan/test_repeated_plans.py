@@ -4,6 +4,7 @@ new wrapper makes."""
 import dataclasses
 import gc
 import itertools
+import random
 import weakref
 
 import pytest
@@ -456,3 +457,43 @@ def test_upper_bounds_of_graphs(target, recorder, answers):  # noqa: F811
     assert answers == [False, False, True]
     with pytest.raises(ValueError, match="another seq_lens"):
         stage.plan(given, seq_lens=lens.clone(), lengths_are_upper_bounds=True)
+
+
+OPTIONS = (
+    {}, {"window_left": 5}, {"sm_scale": 0.3}, {"logits_soft_cap": 8.0}, {"causal": True},
+    {"disable_split_kv": True}, {"fixed_split_size": 16}, {"pos_encoding_mode": "ROPE_LLAMA"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_sequence_of_calls(seed, target):
+    """Plans, runs, windows and forward() in any order: the results of a new wrapper each time."""
+    rng = random.Random(seed)
+    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    options, way, as_table = {}, "plan", False
+    for step in range(25):
+        if rng.random() < 0.15:
+            options = rng.choice(OPTIONS)
+            way, as_table = rng.choice(["plan", "begin_forward"]), rng.random() < 0.5
+        lens = [(q := rng.randint(0, 6), q + rng.randint(0, 90)) for _ in range(rng.randint(1, 5))]
+        qo_lens, kv_lens = map(tuple, zip(*lens, strict=True))
+        case = dataclasses.replace(PAGED, qo_lens=qo_lens, kv_lens=kv_lens)
+        inputs = build(case, seed=step, device=target.device, index_device="cpu")
+        indices = block_table(inputs, 6, target.device) if as_table else inputs.indices
+        other = runner.make_wrapper(case, backend=target.backend, device=target.device)
+        for one in (wrapper, other):
+            getattr(one, way)(
+                inputs.qo_indptr, inputs.kv_indptr, indices, inputs.last_page_len,
+                4, 2, 64, 16, q_data_type=case.dtype, **options,
+            )  # fmt: skip
+        for _ in range(2):
+            call, more = rng.choice(
+                [("run", {}), ("run", {"window_left": 9}), ("run", {"k_scale": 0.5})]
+                + [("forward", {"causal": c, "sm_scale": s}) for c in (0, 1) for s in (None, 0.2)]
+            )
+            if "causal" in more:
+                more["causal"] = bool(more["causal"])
+            got, expected = (
+                getattr(one, call)(inputs.q, inputs.cache, **more) for one in (wrapper, other)
+            )
+            assert torch.equal(got, expected), (step, way, options, call, more)
