@@ -179,6 +179,10 @@ std::vector<std::int32_t> numbers_up_to(std::size_t count) {
 
 std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const GivenArrays& given) {
   const bool paged = given.page_size > 0;
+  if (given.kv_indptr == nullptr ||
+      (paged && (given.indices == nullptr || given.last_page_len == nullptr))) {
+    return {};
+  }
   std::optional<Indices> qo_indptr, kv_indptr = elements(torch, given.kv_indptr, kHost);
   std::optional<Indices> last_page_len;
   std::vector<std::int32_t> ones, numbers;
@@ -220,10 +224,20 @@ std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const Given
   return found;
 }
 
+namespace {
+
+dlpack::Device device_of(int device) {
+  return device == kCpuDevice ? kHost : dlpack::Device{.type = dlpack::kCuda, .id = device};
+}
+
+}  // namespace
+
+bool is_usual(const HostArrays& torch, PyObject* given, int device) {
+  return elements(torch, given, device_of(device)).has_value();
+}
+
 bool is_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch, int device) {
-  const dlpack::Device where =
-      device == kCpuDevice ? kHost : dlpack::Device{.type = dlpack::kCuda, .id = device};
-  const auto lengths = elements(torch, given, where);
+  const auto lengths = elements(torch, given, device_of(device));
   return lengths && std::ssize(*lengths) == batch.num_requests();
 }
 

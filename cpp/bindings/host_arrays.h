@@ -51,6 +51,8 @@ struct BatchOfArrays {
 // is no ordinary one.
 std::optional<BatchOfArrays> batch_of_usual(const HostArrays& torch, const GivenArrays& given);
 
+// True for a usual array on the device (-1: the CPU).
+bool is_usual(const HostArrays& torch, PyObject* given, int device);
 // True if a usual array on the device has as many lengths as the batch has requests.
 bool is_kv_lens(const HostArrays& torch, PyObject* given, const Batch& batch, int device);
 // True if a usual array holds the batch's lengths of keys.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <utility>
@@ -20,6 +22,7 @@ namespace {
 struct WrapperNames {
   py::str plan = "_plan", repeat = "_repeat", captured = "captured", others = "others";
   py::str filled_with = "filled_with", reserved = "reserved", kv_lens = "kv_lens";
+  py::str kv_layout = "_kv_layout";
 };
 
 const WrapperNames& names() {
@@ -72,7 +75,11 @@ bool same_constant(PyObject* a, PyObject* b) {
       Py_TYPE(a) == reinterpret_cast<PyTypeObject*>(dtype.ptr())) {
     return a == b;
   }
-  if (!PyLong_CheckExact(a) && !PyFloat_CheckExact(a) && !PyUnicode_CheckExact(a)) return false;
+  if (PyFloat_CheckExact(a)) {  // by their bits: 0.0 is not -0.0
+    return std::bit_cast<std::uint64_t>(PyFloat_AS_DOUBLE(a)) ==
+           std::bit_cast<std::uint64_t>(PyFloat_AS_DOUBLE(b));
+  }
+  if (!PyLong_CheckExact(a) && !PyUnicode_CheckExact(a)) return false;
   const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
   if (equal < 0) throw py::error_already_set();
   return equal != 0;
@@ -115,7 +122,6 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
       float_bytes_(workspace_->float_bytes()),
       graph_rows_(request_.attr("graph_rows").cast<std::int32_t>()),
       graph_mask_bytes_(request_.attr("graph_mask_bytes").cast<std::int64_t>()),
-      debugging_(debugging()),
       kv_are_bounds_(!request_.attr("kv_lens").is_none()),
       fields_{.request = field_of(plan_, "request"),
               .default_variant = field_of(plan_, "default_variant"),
@@ -126,6 +132,8 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
               .pages = field_of(request_, "pages"),
               .kv_lens = field_of(request_, "kv_lens")} {
   variant_request_ = primary_->requests()[0];
+  options_ = variant_request_.attr("options").cast<AttentionOptions>();
+  kv_layout_ = request_.attr("kv_layout");
   if (const py::object pages = request_.attr("pages"); !pages.is_none()) {
     fields_.given = field_of(pages, "given");
     fields_.on_device = field_of(pages, "on_device");
@@ -146,9 +154,21 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
   }
 }
 
-void RepeatedPlan::remember(py::tuple by_position, py::dict by_name) {
-  by_position_ = std::move(by_position);
-  by_name_ = std::move(by_name);
+bool RepeatedPlan::remember(const py::tuple& by_position, const py::dict& by_name) {
+  bool constants = true;
+  const auto kept = [&](const Role* role, py::handle value) -> py::object {
+    if (role != nullptr)
+      return value.is_none() ? py::object(py::none()) : py::object(py::bool_(true));
+    constants = constants && same_constant(value.ptr(), value.ptr());
+    return py::reinterpret_borrow<py::object>(value);
+  };
+  py::list positions;
+  for (std::size_t i = 0; i < by_position.size(); ++i) {
+    positions.append(kept(role_at(static_cast<Py_ssize_t>(i)), by_position[i]));
+  }
+  for (const auto& [name, value] : by_name) by_name_[name] = kept(role_of(name.ptr()), value);
+  by_position_ = py::tuple(positions);
+  return constants;
 }
 
 const RepeatedPlan::Role* RepeatedPlan::role_at(Py_ssize_t position) const {
@@ -192,23 +212,20 @@ bool RepeatedPlan::find_arrays(const py::tuple& by_position, const py::dict& by_
   return true;
 }
 
-py::list RepeatedPlan::bring_to_host(GivenArrays* given) const {
+py::list RepeatedPlan::bring_to_host(const HostArrays& host_arrays, GivenArrays* given) const {
+  const int device = workspace_->device_stream().ordinal();
+  const bool on_gpu = workspace_->device_stream().on_gpu();
   py::list remote, copies;
   std::vector<PyObject**> brought;
   const auto bring = [&](PyObject** array) {
-    if (*array == nullptr) return;
-    const auto tensor = workspace_->torch().read(*array);
-    if (!tensor || tensor->device.type != dlpack::kCuda || tensor->ndim != 1 ||
-        tensor->device.id != workspace_->device_stream().ordinal() ||
-        !(tensor->dtype == dlpack::kInt32)) {
-      return;
-    }
+    if (*array == nullptr || !on_gpu || !is_usual(host_arrays, *array, device)) return;
     remote.append(py::handle(*array));
     brought.push_back(array);
   };
   bring(&given->qo_indptr);
   bring(&given->kv_indptr);
-  if (given->page_size > 1) bring(&given->last_page_len);  // a page of one token holds one
+  // A page of one token holds one: no wait to hear it.
+  if (given->page_size > 1 || !brought.empty()) bring(&given->last_page_len);
   if (brought.empty()) return copies;
   copies = py::list(workspace_->functions()->to_host(remote));
   for (std::size_t i = 0; i < brought.size(); ++i) *brought[i] = py::handle(copies[i]).ptr();
@@ -228,7 +245,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   const bool of_graphs = !graph_.is_none();
   if (!indices_buffer_.is_none()) given.indices_buffer = indices_buffer_.ptr();
   if (arrays.kv_indptr_on_host != nullptr) given.kv_indptr = arrays.kv_indptr_on_host;
-  const py::list copies = bring_to_host(&given);
+  const py::list copies = bring_to_host(host_arrays, &given);
   const auto found = batch_of_usual(host_arrays, given);
   if (!found || found->has_pages != paged) return {};
   if (of_graphs && found->batch->num_requests() != before.batch->num_requests()) return {};
@@ -253,7 +270,11 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
 
   auto pages = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(request_.ptr(), fields_.pages));
   if (paged) {
-    const auto indices = py::reinterpret_borrow<py::object>(given.indices);
+    auto indices = py::reinterpret_borrow<py::object>(given.indices);
+    if (found->pages_on_gpu) {
+      const std::int64_t used = found->batch->kv_end();
+      if (torch.read(given.indices)->shape[0] != used) indices = indices.attr("narrow")(0, 0, used);
+    }
     py::object on_device = indices_buffer_;
     if (!of_graphs && (found->pages_on_gpu || found->table_extent)) on_device = indices;
     if (found->table_extent) {
@@ -275,7 +296,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   };
   py::object request = with_lengths(request_);
   py::object of_variant = variant_request_.is(request_) ? request : with_lengths(variant_request_);
-  const PlanRequest planned{.options = before.options,
+  const PlanRequest planned{.options = options_,
                             .batch = found->batch,
                             .graph_max_rows = graph_rows_,
                             .graph_mask_bytes = graph_mask_bytes_};
@@ -318,7 +339,7 @@ bool RepeatedPlan::find_place(const Drafted& drafted, std::shared_ptr<Place>* wh
   if (captured.empty()) return place->held() == nullptr;
   if (captured.size() > 1) return false;
   const py::tuple one = captured[0];
-  if (one[0].cast<const AttentionOptions&>() != primary_->plan()->segments()[0].options ||
+  if (one[0].cast<const AttentionOptions&>() != options_ ||
       one[1].cast<std::shared_ptr<Place>>() != place) {
     return false;
   }
@@ -330,9 +351,10 @@ bool RepeatedPlan::find_place(const Drafted& drafted, std::shared_ptr<Place>* wh
 bool RepeatedPlan::has_reserve(std::int64_t bytes) const {
   if (graph_.is_none() || !workspace_->device_stream().on_gpu()) return true;
   const py::list reserved = graph_.attr(names().reserved);
-  return !reserved.empty() && std::ranges::all_of(reserved, [bytes](py::handle buffer) {
-    return buffer.cast<const Buffer&>().bytes() >= bytes;
-  });
+  constexpr std::size_t kReserved = 2;  // NOTE: _RESERVED of _wrap/graph.py
+  return reserved.size() >= kReserved && std::ranges::all_of(reserved, [bytes](py::handle buffer) {
+           return buffer.cast<const Buffer&>().bytes() >= bytes;
+         });
 }
 
 std::vector<HostCopy> RepeatedPlan::copies_for_graphs(const Arrays& arrays,
@@ -344,13 +366,7 @@ std::vector<HostCopy> RepeatedPlan::copies_for_graphs(const Arrays& arrays,
     const py::object buffer = graph_buffers_.attr(name);
     add_copy(*workspace_, {buffer, py::handle(array), most}, &copies);
   };
-  // An array on the device is the same as that on the host.
-  const auto to = workspace_->torch().read(py::object(graph_buffers_.attr("kv_indptr")).ptr());
-  const auto from = workspace_->torch().read(given.kv_indptr);
-  const bool in_place = to && from && to->address() == from->address();
-  if (arrays.kv_indptr_on_host == nullptr || !in_place) {
-    add("kv_indptr", arrays.kv_indptr_on_host ? arrays.kv_indptr_on_host : given.kv_indptr, kAll);
-  }
+  add("kv_indptr", arrays.kv_indptr_on_host ? arrays.kv_indptr_on_host : given.kv_indptr, kAll);
   if (given.qo_indptr != nullptr) {
     add("qo_indptr", given.qo_indptr, kAll);
     graph_.attr(names().filled_with) = py::none();
@@ -370,8 +386,9 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   Arrays arrays;
   std::optional<Drafted> drafted;
   try {
-    if (!call.is(call_) || !py::object(wrapper.attr(names().plan)).is(plan_) || debugging_ ||
-        a_mode_is_active() || !find_arrays(by_position, by_name, &arrays)) {
+    if (!call.is(call_) || !py::object(wrapper.attr(names().plan)).is(plan_) ||
+        !kv_layout_.equal(wrapper.attr(names().kv_layout)) || debugging() || a_mode_is_active() ||
+        !find_arrays(by_position, by_name, &arrays)) {
       return false;
     }
     if (!graph_.is_none()) {
@@ -385,6 +402,9 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
     drafted = draft(arrays);
     if (!drafted || !find_place(*drafted, &drafted->where)) return false;
     if (!has_reserve(drafted->variant->plan()->int_bytes())) return false;
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
+    return false;
   } catch (const std::exception&) {  // Python meets it again, and says what it is about
     return false;
   }
@@ -416,44 +436,56 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   request_ = drafted->request;
   variant_request_ = drafted->variant->requests()[0];
   primary_ = drafted->variant;
-  remember(by_position, by_name);
   return true;
+}
+
+bool RememberedCalls::Remembered::same(py::handle other_call, const py::tuple& other_position,
+                                       const py::dict& other_name) const {
+  if (!call.is(other_call) || by_position.size() != other_position.size() ||
+      by_name.size() != other_name.size()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < by_position.size(); ++i) {
+    if (!same_constant(other_position[i].ptr(), by_position[i].ptr())) return false;
+  }
+  return std::ranges::all_of(other_name, [&](const auto& given) {
+    PyObject* const before = PyDict_GetItemWithError(by_name.ptr(), given.first.ptr());
+    return before != nullptr && same_constant(given.second.ptr(), before);
+  });
+}
+
+std::shared_ptr<const RememberedCalls::Calls> RememberedCalls::calls() const {
+  const std::lock_guard lock(guard_);
+  return calls_;
 }
 
 py::object RememberedCalls::find(py::handle call, const py::tuple& by_position,
                                  const py::dict& by_name) const {
-  const auto same = [&](const Remembered& one) {
-    if (!one.call.is(call) || one.by_position.size() != by_position.size() ||
-        one.by_name.size() != by_name.size()) {
-      return false;
-    }
-    for (std::size_t i = 0; i < by_position.size(); ++i) {
-      if (!same_constant(by_position[i].ptr(), one.by_position[i].ptr())) return false;
-    }
-    return std::ranges::all_of(by_name, [&](const auto& given) {
-      PyObject* const before = PyDict_GetItemWithError(one.by_name.ptr(), given.first.ptr());
-      return before != nullptr && same_constant(given.second.ptr(), before);
-    });
-  };
-  const auto found = std::ranges::find_if(calls_, same);
-  return found == calls_.end() ? py::none() : found->made;
+  const auto calls = this->calls();
+  const auto found = std::ranges::find_if(
+      *calls, [&](const Remembered& one) { return one.same(call, by_position, by_name); });
+  return found == calls->end() ? py::none() : found->made;
 }
 
 void RememberedCalls::keep(py::object call, py::tuple by_position, py::dict by_name,
                            const py::object& make) {
   constexpr std::size_t kKept = 16;
-  const auto constant = [](PyObject* value) { return same_constant(value, value); };
-  for (const py::handle value : by_position) {
-    if (!constant(value.ptr())) return;
-  }
-  for (const auto& [name, value] : by_name) {
-    if (!constant(value.ptr())) return;
-  }
-  if (calls_.size() >= kKept) calls_.erase(calls_.begin());
-  calls_.push_back({.call = std::move(call),
-                    .by_position = std::move(by_position),
-                    .by_name = std::move(by_name),
-                    .made = make()});
+  Remembered kept{.call = std::move(call),
+                  .by_position = std::move(by_position),
+                  .by_name = std::move(by_name),
+                  .made = py::none()};
+  // No call with anything but constants is the same as itself.
+  if (!kept.same(kept.call, kept.by_position, kept.by_name)) return;
+  kept.made = make();
+  auto now = std::make_shared<Calls>(*calls());
+  std::erase_if(*now, [&](const Remembered& one) {
+    return one.same(kept.call, kept.by_position, kept.by_name);
+  });
+  if (now->size() >= kKept) now->erase(now->begin());
+  now->push_back(std::move(kept));
+  std::shared_ptr<const Calls> result = std::move(now);
+  const std::lock_guard lock(guard_);
+  calls_.swap(result);  // the old ones go once others may go on
 }
 
 namespace {

@@ -26,8 +26,9 @@ class RepeatedPlan {
   RepeatedPlan(pybind11::object call, const pybind11::sequence& roles, pybind11::object plan,
                pybind11::object graph);
 
-  // Keeps the arguments that the next call is compared with.
-  void remember(pybind11::tuple by_position, pybind11::dict by_name);
+  // Keeps what the next call is compared with: constants, and which index arrays there are. False:
+  // another argument is no constant, so that no call will be the same.
+  bool remember(const pybind11::tuple& by_position, const pybind11::dict& by_name);
 
   // Plans and makes the plan the wrapper's. Returns false, and has changed nothing, where another
   // argument differs, an array is unusual or wrong, or anything else has to be decided again:
@@ -54,7 +55,7 @@ class RepeatedPlan {
   bool find_arrays(const pybind11::tuple& by_position, const pybind11::dict& by_name,
                    Arrays* arrays) const;
   // Brings index arrays on the GPU to the host, in one copy for which it waits. Returns the copies.
-  pybind11::list bring_to_host(GivenArrays* given) const;
+  pybind11::list bring_to_host(const HostArrays& host_arrays, GivenArrays* given) const;
   std::optional<Drafted> draft(const Arrays& arrays) const;
   // True if captured graphs, if there are any, read the lengths of keys there.
   bool may_read(PyObject* kv_lens) const;
@@ -77,7 +78,8 @@ class RepeatedPlan {
   std::int64_t float_bytes_;
   std::int32_t graph_rows_;
   std::int64_t graph_mask_bytes_;
-  bool debugging_;
+  AttentionOptions options_;  // of the primary variant, as asked
+  pybind11::object kv_layout_;
   bool kv_are_bounds_;
   // Positions of the fields of Plan, Request and PageList.
   struct {
@@ -105,13 +107,20 @@ class RememberedCalls {
 
  private:
   struct Remembered {
+    bool same(pybind11::handle other_call, const pybind11::tuple& other_position,
+              const pybind11::dict& other_name) const;
+
     pybind11::object call;
     pybind11::tuple by_position;
     pybind11::dict by_name;
     pybind11::object made;
   };
+  using Calls = std::vector<Remembered>;
 
-  std::vector<Remembered> calls_;
+  std::shared_ptr<const Calls> calls() const;
+
+  mutable Guard guard_;  // guards calls_
+  std::shared_ptr<const Calls> calls_ = std::make_shared<Calls>();
 };
 
 }  // namespace preflash

@@ -157,8 +157,16 @@ std::shared_ptr<Buffer> Workspace::buffer_of(const py::object& tensor) {
   return made;
 }
 
-const std::shared_ptr<Uploader>& Workspace::uploader() {
-  if (uploader_ == nullptr) uploader_ = std::make_shared<Uploader>(device_stream_.ordinal());
+std::shared_ptr<Uploader> Workspace::known_uploader() const {
+  const std::lock_guard lock(guard_);
+  return uploader_;
+}
+
+std::shared_ptr<Uploader> Workspace::uploader() {
+  if (auto known = known_uploader()) return known;
+  auto made = std::make_shared<Uploader>(device_stream_.ordinal());
+  const std::lock_guard lock(guard_);
+  if (uploader_ == nullptr) uploader_.swap(made);
   return uploader_;
 }
 

@@ -116,8 +116,8 @@ class Workspace : public std::enable_shared_from_this<Workspace> {
   // the streams of all their runs.
   std::shared_ptr<Buffer> buffer_of(const pybind11::object& tensor);
   // Null before the first plan: there may be no kernel library.
-  const std::shared_ptr<Uploader>& known_uploader() const { return uploader_; }
-  const std::shared_ptr<Uploader>& uploader();
+  std::shared_ptr<Uploader> known_uploader() const;
+  std::shared_ptr<Uploader> uploader();
   // Settings of the variant's runs: those of the last plan, with the tensors that have passed the
   // checks, if the two plans differ in lengths alone.
   std::shared_ptr<RunSettings> settings_for(const PlannedVariant& variant);
@@ -127,7 +127,7 @@ class Workspace : public std::enable_shared_from_this<Workspace> {
   DeviceStream device_stream_;
   std::shared_ptr<Buffer> float_buffer_, given_;
   std::optional<std::int64_t> float_bytes_;
-  Guard guard_;  // guards what follows
+  mutable Guard guard_;  // guards what follows
   // Memory of a replaced plan, and the variant that may still run it.
   std::pair<std::shared_ptr<Buffer>, std::weak_ptr<PlannedVariant>> spare_;
   std::map<std::pair<PyObject*, Address>, std::shared_ptr<Buffer>> lent_;

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, overload
 
 __version__: str
 abi_version: int
@@ -499,8 +499,9 @@ class RepeatedPlan:
     def __init__(
         self, call: object, roles: Sequence[tuple[str, int, str]], plan: Any, graph: Any | None
     ) -> None: ...
-    def remember(self, by_position: tuple, by_name: dict[str, Any]) -> None:
-        """Keeps the arguments that the next call is compared with."""
+    def remember(self, by_position: tuple, by_name: dict[str, Any]) -> bool:
+        """Keeps the constants that the next call is compared with. False: an argument besides the
+        index arrays is no constant, so that no call will be the same."""
 
 class RememberedCalls:
     """What was made of the constants among the arguments of earlier calls; the last 16."""

@@ -100,7 +100,7 @@ class _Orders:
                     raise TypeError(f"{min(twice)} was given by position and by name; give it once")
                 return args[:first], {**named, **kwargs}
         elif len(args) <= self.head_dim_at and "head_dim_qk" in kwargs:
-            kwargs.setdefault("head_dim", kwargs["head_dim_qk"])
+            kwargs = {"head_dim": kwargs["head_dim_qk"], **kwargs}
         return args, kwargs
 
     def _fit(self, order: Sequence[str], values: Sequence[Any]) -> bool:

@@ -264,8 +264,9 @@ class BatchPrefillWrapper(EngineAttributes):
             and all(getattr(a, hint, None) is None for hint in _HINTS)
             and (q_len is None or (type(q_len) is int and q_len == 1))
         ):
-            self._repeat = _core.RepeatedPlan(*call, plan, self._graph)
-            self._repeat.remember(*given)
+            repeat = _core.RepeatedPlan(*call, plan, self._graph)
+            if repeat.remember(*given):
+                self._repeat = repeat
 
     def _install(self, plan: Plan, copy_in: CopyIn | None = None) -> None:
         """Places and uploads a plan that has passed every check, and makes it the wrapper's."""

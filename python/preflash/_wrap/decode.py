@@ -53,6 +53,8 @@ _NAMES = {
     "paged_kv_last_page_len": "last_page_len",
 }
 
+# Arguments of plan() that are tensors, all absent.
+_NO_ARRAYS = dict.fromkeys(("indptr", "indices", "last_page_len", "seq_lens", "block_tables"))
 # Index arrays of plan() (_core.RepeatedPlan).
 ARRAYS = {"indptr": "kv_indptr", "indices": "indices", "last_page_len": "last_page_len"}
 
@@ -131,7 +133,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             BatchPrefillWithPagedKVCacheWrapper.plan().
         """
         super()._make_plan(*self._as_prefill(a))
-        self._made_from = a
+        self._made_from = converted(a, DecodePlanArguments, **_NO_ARRAYS)
 
     @plans(DecodePlanArguments, **ARRAYS, seq_lens="kv_lens")
     def begin_forward(self, a: DecodePlanArguments) -> None:
@@ -262,9 +264,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         # Before the plan changes; run() itself checks q against what is planned.
         check_decode_rows(q, self._batch.num_requests, asked)
         arrays = planned_arrays(self._plan.request)
-        if a.lengths_are_upper_bounds is False:
-            arrays["seq_lens"] = None
-        again = converted(a, DecodePlanArguments, q_len_per_req=asked, block_tables=None, **arrays)
+        again = converted(a, DecodePlanArguments, q_len_per_req=asked, **arrays)
         self._make_plan(*self._as_prefill(again))
 
     @property
@@ -291,6 +291,7 @@ def planned_arrays(request: Request) -> dict[str, torch.Tensor]:
         "indptr": torch.tensor(batch.kv_indptr, dtype=torch.int32, device="cpu"),
         "indices": pages if pages.dim() == 2 else planned_pages(request).as_subclass(torch.Tensor),
         "last_page_len": torch.tensor(batch.last_page_len, dtype=torch.int32, device="cpu"),
+        "seq_lens": request.kv_lens,
     }
 
 

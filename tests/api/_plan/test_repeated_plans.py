@@ -497,3 +497,128 @@ def test_any_sequence_of_calls(seed, target):
                 getattr(one, call)(inputs.q, inputs.cache, **more) for one in (wrapper, other)
             )
             assert torch.equal(got, expected), (step, way, options, call, more)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+SMALL = (4, 2, 64, 16)
+
+
+def test_fast_decode_plan_without_an_array_on_the_device(answers):
+    """And with one that is the buffer itself, whose values are those of the override."""
+    buffer = ints(0, 0, 0)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        runner.workspace(),
+        "NHD",
+        True,
+        False,
+        buffer,
+        torch.zeros(9, dtype=torch.int32),
+        ints(0, 0),
+    )
+    for indptr in (None, None, buffer, buffer):
+        for on_host in (ints(0, 2, 4), ints(0, 1, 3)):
+            fast_decode_plan(
+                wrapper, indptr, ints(0, 1, 2, 3), ints(16, 16), *SMALL,
+                q_data_type=torch.float16, global_override_indptr_cpu=on_host,
+            )  # fmt: skip
+            assert wrapper._paged_kv_indptr_buf.tolist() == on_host.tolist()
+    assert answers == [False, True, True, True, False, True, True, True]
+
+
+def test_other_queries_than_planned_read_the_lengths_of_the_last_plan():
+    results = []
+    cache = torch.randn(4, 2, 16, 2, 64, dtype=torch.float16)
+    q = torch.randn(4, 4, 64, dtype=torch.float16)
+    for plans in ((ints(30, 20),), (ints(5, 6), ints(30, 20)), (ints(5), ints(30, 20))):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(runner.workspace())
+        for lens in plans:
+            n = lens.numel()
+            wrapper.plan(
+                ints(0, 2, 4)[: n + 1], ints(0, 1, 2, 3), ints(16, 16)[:n], *SMALL,
+                q_data_type=torch.float16, seq_lens=lens, lengths_are_upper_bounds=True,
+            )  # fmt: skip
+        results.append(wrapper.run(q, cache, q_len_per_req=2))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_plan_that_was_too_large_is_split_again(answers):
+    """A small int workspace takes a plan without split keys; the next one is as asked."""
+    case = dataclasses.replace(DECODE, qo_lens=(1,), kv_lens=(4000,))
+    sizes = []
+    for first in (None, dataclasses.replace(DECODE, qo_lens=(1, 1), kv_lens=(4000, 4000))):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(runner.workspace())
+        wrapper.reset_workspace_buffer(
+            runner.workspace(size=1 << 22), torch.zeros(2624, dtype=torch.uint8)
+        )
+        for one in filter(None, (first, case)):
+            decode_plan(wrapper, build(one))
+        sizes.append(wrapper._plan.primary.plan.float_bytes)
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_debugging_from_the_second_plan_on(monkeypatch):
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(runner.workspace())
+
+    def plan(*lens):
+        wrapper.plan(
+            ints(0, 2, 4), ints(0, 1, 2, 3), ints(16, 16), *SMALL, q_data_type=torch.float16,
+            seq_lens=ints(*lens), lengths_are_upper_bounds=True,
+        )  # fmt: skip
+
+    plan(5, 6)
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] = 99"):
+        plan(99, 6)
+
+
+def test_a_wrapper_that_an_array_owns_is_freed():
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    runner.plan(wrapper, inputs)
+    inputs.qo_indptr.owner = wrapper
+    runner.plan(wrapper, inputs)
+    gone = weakref.ref(wrapper)
+    del wrapper, inputs
+    gc.collect()
+    assert gone() is None
+
+
+def test_head_dim_by_its_other_name(answers):
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    arrays = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    for _ in range(3):
+        wrapper.plan(
+            *arrays, 4, 2, head_dim_qk=64, page_size=16, causal=True, q_data_type=PAGED.dtype
+        )
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    assert answers == [False, True, True]
+
+
+def test_another_layout_of_the_wrapper(answers):
+    inputs = build(PAGED)
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    runner.plan(wrapper, inputs)
+    wrapper._kv_layout = "HND"
+    runner.plan(wrapper, inputs)
+    assert answers == [False, False]
+
+
+def test_forward_options_after_plans_of_other_options(monkeypatch):
+    """Checked once for each plan's options, not for every layer."""
+    inputs, checked = build(PAGED), []
+    wrapper = runner.make_wrapper(PAGED, backend="cpu")
+    kind = type(wrapper).__mro__[1]
+    options_of = kind._forward_options
+    monkeypatch.setattr(
+        kind, "_forward_options", lambda self, a: checked.append(a) or options_of(self, a)
+    )
+    for window_left in (-1, 9):
+        runner.plan(wrapper, inputs, window_left=window_left)
+        for _ in range(5):
+            wrapper.forward(inputs.q, inputs.cache, causal=True)
+    assert len(checked) == 4  # by the call, and by what it keeps
