@@ -232,6 +232,32 @@ py::list RepeatedPlan::bring_to_host(const HostArrays& host_arrays, GivenArrays*
   return copies;
 }
 
+py::object RepeatedPlan::page_list(const GivenArrays& given, const BatchOfArrays& found) const {
+  const auto before =
+      py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(request_.ptr(), fields_.pages));
+  if (!found.has_pages) return before;
+  auto indices = py::reinterpret_borrow<py::object>(given.indices);
+  if (found.pages_on_gpu) {
+    const std::int64_t used = found.batch->kv_end();
+    if (workspace_->torch().read(given.indices)->shape[0] != used) {
+      indices = indices.attr("narrow")(0, 0, used);
+    }
+  }
+  py::object on_device = indices_buffer_;
+  if (graph_.is_none() && (found.pages_on_gpu || found.table_extent)) on_device = indices;
+  if (found.table_extent) {
+    on_device =
+        on_device.attr("as_strided")(py::make_tuple(*found.table_extent), py::make_tuple(1));
+  }
+  py::object largest = py::none();
+  if (found.largest_page >= 0 || (!found.pages_on_gpu && !found.table_extent)) {
+    largest = py::int_(found.largest_page);
+  }
+  return with_fields(before, {{fields_.given, indices},
+                              {fields_.on_device, std::move(on_device)},
+                              {fields_.largest, std::move(largest)}});
+}
+
 std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) const {
   const Torch& torch = workspace_->torch();
   const HostArrays& host_arrays =
@@ -268,27 +294,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
     if (now.address != float_memory_.address || now.bytes != float_memory_.bytes) return {};
   }
 
-  auto pages = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(request_.ptr(), fields_.pages));
-  if (paged) {
-    auto indices = py::reinterpret_borrow<py::object>(given.indices);
-    if (found->pages_on_gpu) {
-      const std::int64_t used = found->batch->kv_end();
-      if (torch.read(given.indices)->shape[0] != used) indices = indices.attr("narrow")(0, 0, used);
-    }
-    py::object on_device = indices_buffer_;
-    if (!of_graphs && (found->pages_on_gpu || found->table_extent)) on_device = indices;
-    if (found->table_extent) {
-      on_device =
-          on_device.attr("as_strided")(py::make_tuple(*found->table_extent), py::make_tuple(1));
-    }
-    py::object largest = py::none();
-    if (found->largest_page >= 0 || (!found->pages_on_gpu && !found->table_extent)) {
-      largest = py::int_(found->largest_page);
-    }
-    pages = with_fields(pages, {{fields_.given, indices},
-                                {fields_.on_device, std::move(on_device)},
-                                {fields_.largest, std::move(largest)}});
-  }
+  const py::object pages = page_list(given, *found);
   const py::object lengths = py::cast(found->batch);
   const auto with_lengths = [&](const py::object& request) {
     return with_fields(

@@ -56,6 +56,8 @@ class RepeatedPlan {
                    Arrays* arrays) const;
   // Brings index arrays on the GPU to the host, in one copy for which it waits. Returns the copies.
   pybind11::list bring_to_host(const HostArrays& host_arrays, GivenArrays* given) const;
+  // The request's PageList; None for ragged batches.
+  pybind11::object page_list(const GivenArrays& given, const BatchOfArrays& found) const;
   std::optional<Drafted> draft(const Arrays& arrays) const;
   // True if captured graphs, if there are any, read the lengths of keys there.
   bool may_read(PyObject* kv_lens) const;

@@ -78,8 +78,6 @@ struct Torch {
   // The same for any tensor: through its methods where the protocol cannot read it. Throws what
   // these raise.
   SeenTensor see(PyObject* object) const;
-  // True if torch is new enough for read().
-  bool reads() const { return exchange_ != nullptr; }
   // Address of a tensor's first element.
   Address address_of(PyObject* object) const;
   // The stream that is current on a CUDA device. None where torch does not say.
