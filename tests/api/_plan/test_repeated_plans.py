@@ -304,6 +304,8 @@ def test_options_of_forward_are_read_in_every_call(target):
     )
     with pytest.raises(TypeError, match="causal"):
         wrapper.forward(inputs.q, inputs.cache, causal=1.0, sm_scale=0.5)
+    plus, minus = (wrapper.forward(inputs.q, inputs.cache, v_scale=zero) for zero in (0.0, -0.0))
+    assert not bool((plus.signbit() & minus.signbit()).any())  # 0.0 is not -0.0
     runner.plan(wrapper, inputs, window_left=3)  # forward() has its own
     again = wrapper.forward(inputs.q, inputs.cache, causal=True, sm_scale=0.5)
     assert torch.equal(again, wrapper.forward(inputs.q, inputs.cache, True, sm_scale=0.5))
