@@ -156,7 +156,7 @@ PlannedSegmentMemory PlannedVariant::segment_memory(int segment) {
   const Batch& batch = *plan_->segments()[segment].batch;
   const bool of_graphs = request.attr(names.graph_rows).cast<int>() > 0;
   const auto use = [&](const py::object& tensor) {
-    // Those of graphs stay from plan to plan.
+    // Graphs use the same tensors from plan to plan.
     buffers_.push_back(of_graphs ? workspace_->buffer_of(tensor)
                                  : std::make_shared<Buffer>(tensor));
   };

@@ -32,7 +32,7 @@ struct CheckedTensors {
   std::vector<BoundSegment> segments;
 };
 
-// What a wrapper's plans have in common where they differ in lengths alone.
+// Options, layout and backend, by which plans are compared that may differ in lengths alone.
 struct PlansAlike {
   struct Segment {
     AttentionOptions options;

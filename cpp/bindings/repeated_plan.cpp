@@ -1,7 +1,6 @@
 #include "bindings/repeated_plan.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstdint>
 #include <initializer_list>
@@ -106,7 +105,6 @@ struct RepeatedPlan::Drafted {
   std::shared_ptr<Batch> batch;
   std::int64_t largest_page;  // -1: not known, or ragged
   std::shared_ptr<Place> where = nullptr;
-  std::vector<HostCopy> copies = {};
 };
 
 RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::object plan,
@@ -336,7 +334,7 @@ bool RepeatedPlan::find_place(const Drafted& drafted, std::shared_ptr<Place>* wh
   const auto others =
       py::reinterpret_steal<py::list>(PyDict_Values(py::object(plan_.attr(names().others)).ptr()));
   if (graph_.is_none()) {
-    // What a graph replays is kept with the next plan.
+    // The next plan keeps the variants that a graph replays; Python makes it.
     return !place->shared && std::ranges::none_of(others, [](py::handle other) {
       return other.cast<PlannedVariant&>().place()->held() != nullptr;
     });

@@ -70,7 +70,8 @@ class RepeatedPlan {
   pybind11::object call_;
   std::vector<Role> roles_;
   pybind11::object plan_, graph_;
-  // As asked, and as the primary variant has it: begin_forward() plans for other options.
+  // The request as the caller made it, and with the primary variant's options: begin_forward()
+  // plans for others.
   pybind11::object request_, variant_request_;
   bool has_default_;  // the primary variant is that of a run() without options
   std::shared_ptr<PlannedVariant> primary_;
@@ -96,7 +97,7 @@ class RepeatedPlan {
   pybind11::dict by_name_;
 };
 
-// What was made of the constants among the arguments of earlier calls.
+// Keeps the results that were made of constant arguments of earlier calls.
 class RememberedCalls {
  public:
   // None: no earlier call of this function had these arguments, or one is no constant.

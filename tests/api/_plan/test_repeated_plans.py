@@ -29,7 +29,7 @@ OTHERS = (
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What plan_again() has answered: True where C++ planned."""
+    """The answers of plan_again(): True where C++ planned."""
     found, again = [], _core.plan_again
     monkeypatch.setattr(
         _core, "plan_again", lambda *given: found.append(again(*given)) or found[-1]
