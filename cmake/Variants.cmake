@@ -1,5 +1,5 @@
 # The vocabulary and the variant matrix (cpp/variants/*.toml) as headers and sources,
-# and the options of the public calls as preflash/_check/calls.py:
+# and the options of the public calls as preflash/_check/calls.py and rules.py:
 # cmake/codegen/generate.py lists them and writes them into the build tree at configure time. Sets
 # PREFLASH_GENERATED (their directory, which is an include directory),
 # PREFLASH_SOURCES_<family>, PREFLASH_ARCHS_<family>, PREFLASH_CUDA_FAMILIES and

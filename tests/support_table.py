@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from preflash import _core
-from preflash._check.arguments import PER_HEAD
+from preflash._check.arguments import PER_HEAD_OPERANDS, PerHead
 
 _DType, _Mask, _Position = _core.DType, _core.Mask, _core.Position
 
@@ -26,7 +26,7 @@ class _Feature(NamedTuple):
     options: dict[str, object]
 
 
-_OF_EVERY_RUN = ", ".join(name for name, tensor in PER_HEAD._asdict().items() if tensor.of is None)
+_OF_EVERY_RUN = ", ".join(name for name in PerHead._fields if name not in PER_HEAD_OPERANDS)
 # Options that are more than a loop bound or a tensor of one run. Those go with every kernel.
 _FEATURES = (
     _Feature(f"causal, windows, {_OF_EVERY_RUN}, LSE, split keys", {}),

@@ -30,6 +30,7 @@ STUB = ROOT / "python" / "preflash" / "_core.pyi"
 STUB_END = "# End of what {} says.\n"
 STUB_BEGIN = "# From cpp/variants/{}, by cmake/codegen/generate.py --refresh:\n"
 CALLS = "python/preflash/_check/calls.py"
+RULES = "python/preflash/_check/rules.py"
 
 # Headers and the templates that kernels share cost a file as much as two to five kernels do; above
 # six the longest file holds up a build on 16 cores.
@@ -291,6 +292,13 @@ def calls_text(table: options.Table) -> str:
     )
 
 
+def rules_text(table: options.Table) -> str:
+    """preflash/_check/rules.py."""
+    return _template("rules.py.in").substitute(
+        tensors=options.tensors(table), ranges=options.ranges(table)
+    )
+
+
 def bind_options_text(table: options.Table) -> str:
     return _template("bind_options.in").substitute(visits=options.visits(table))
 
@@ -307,6 +315,7 @@ def outputs(build: Build, matrix: Matrix) -> dict[str, str]:
     table = load_options()
     files["bindings/bind_options.inl"] = bind_options_text(table)
     files[CALLS] = calls_text(table)
+    files[RULES] = rules_text(table)
     return files
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from vocabulary import SpecError
 
+INT32_MAX = 2**31 - 1
 TOGETHER = "together"  # the check of an option that is not checked alone
 PERMISSION = "permission"  # the check of what changes no result
 
@@ -68,6 +69,33 @@ class Field:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """A row of [tensor]."""
+
+    DEVICES = ("call", "any")
+    MEMORY = ("", "rows", "contiguous_rows", "contiguous", "aligned")
+
+    name: str
+    shape: Sequence[str] = ()
+    kv_layout: bool = False
+    dtype: Sequence[str] = ()
+    note: str = ""
+    device: str = "call"
+    memory: str = ""
+    written: bool = False
+
+    @property
+    def rule(self) -> str:
+        """Arguments of TensorRule, as Python text."""
+        given = ((one.name, getattr(self, one.name), one.default) for one in fields(self)[1:])
+        return ", ".join(
+            f"{name}={tuple(value) if isinstance(value, list) else value!r}"
+            for name, value, default in given
+            if value != default
+        )
+
+
+@dataclass(frozen=True)
 class Call:
     """A [call.*] table, and the options that name it."""
 
@@ -90,6 +118,8 @@ class Table:
 
     options: Mapping[str, Option]
     fields: Mapping[str, Field]
+    tensors: Mapping[str, Tensor]
+    ranges: Mapping[str, Sequence[int]]
     calls: Mapping[str, Call]
 
     def keywords(self, call: Call) -> list[str]:
@@ -116,8 +146,13 @@ def read_table(document: Mapping) -> Table:
     table = Table(
         {name: _row(Option, name, row) for name, row in document["option"].items()},
         {name: _row(Field, name, row) for name, row in document["field"].items()},
+        {name: _row(Tensor, name, row) for name, row in document["tensor"].items()},
+        {name: (*bounds, INT32_MAX)[:2] for name, bounds in document["range"].items()},
         {name: _row(Call, name, row) for name, row in document["call"].items()},
     )
+    for tensor in table.tensors.values():
+        _check_known(f"device of {tensor.name}", [tensor.device], Tensor.DEVICES)
+        _check_known(f"memory of {tensor.name}", [tensor.memory], Tensor.MEMORY)
     for call in table.calls.values():
         _check_known(
             f"[call.{call.name}]", [*call.positional, *call.type, *call.default], table.options
@@ -135,7 +170,7 @@ def read_table(document: Mapping) -> Table:
     return table
 
 
-def _row(kind: type, name: str, row: Mapping) -> Option | Field | Call:
+def _row(kind: type, name: str, row: Mapping) -> Option | Field | Tensor | Call:
     try:
         return kind(name=name, **row)
     except TypeError as error:
@@ -202,6 +237,18 @@ def checked_alone(table: Table) -> str:
         for one in table.options.values()
         if one.check not in ("", TOGETHER)
     )
+
+
+def tensors(table: Table) -> str:
+    """The items of TENSORS in rules.py."""
+    return "\n".join(
+        f"    {_quoted(one.name)}: TensorRule({one.rule})," for one in table.tensors.values()
+    )
+
+
+def ranges(table: Table) -> str:
+    """The items of RANGES in rules.py."""
+    return "\n".join(f"    {_quoted(name)}: {bounds}," for name, bounds in table.ranges.items())
 
 
 def neutral(table: Table) -> str:

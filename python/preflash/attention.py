@@ -71,8 +71,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             "pos_encoding_mode": pos_encoding_mode,
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
-            "head_dim_qk": check.positive("head_dim_qk", head_dim_qk),
-            "head_dim_vo": check.positive("head_dim_vo", head_dim_vo),
+            "head_dim_qk": check.size("head_dim_qk", head_dim_qk),
+            "head_dim_vo": check.size("head_dim_vo", head_dim_vo),
         }
         window_left = check.window_left("window_left", window_left)
         if window_left >= 0:

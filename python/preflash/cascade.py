@@ -64,8 +64,8 @@ def merge_state(
         return torch.ops.preflash.merge_state(v_a, s_a, v_b, s_b)
     check.forward_only(v_a, s_a, v_b, s_b)
     a = _checked("v_a", v_a, "s_a", s_a)
+    _check_same("v_b", v_b, v_a)
     b = _checked("v_b", v_b, "s_b", s_b)
-    _check_same("v_b", v_b, "v_a", v_a)
     return _merge(a, b)
 
 
@@ -92,18 +92,13 @@ def merge_state_in_place(
         return
     check.forward_only(v, s, v_other, s_other)
     _checked("v", v, "s", s)
-    check.has_dtype("s", s, torch.float32, "it is written in place")
+    check.conforms("v", v, "merged_v")
+    check.conforms("s", s, "merged_s")
+    _check_same("v_other", v_other, v)
     other = _checked("v_other", v_other, "s_other", s_other)
-    _check_same("v_other", v_other, "v", v)
-    check.contiguous("v", v)
-    check.contiguous("s", s)
     if mask is not None:
-        check.tensor("mask", mask)
-        if mask.dtype not in (torch.bool, torch.uint8):
-            raise TypeError(f"mask is {mask.dtype}; must be torch.bool or torch.uint8")
-        check.has_shape("mask", mask, (v.shape[0],), "[seq_len]")
-        check.on_device("mask", mask, v.device)
-        mask = mask.contiguous()
+        known = {"seq_len": v.shape[0]}
+        mask = check.conforms("mask", mask, "merge_mask", v.device, known).contiguous()
     # Non-contiguous inputs are copies here. A state may be merged with itself: rows are read
     # before they are written.
     read = [("v_other", other[0]), ("s_other", other[1])]
@@ -124,7 +119,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     if check.traced():
         return torch.ops.preflash.merge_states(v, s)
     check.forward_only(v, s)
-    v, s = _checked("v", v, "s", s, dims=4)
+    v, s = _checked("v", v, "s", s, "states")
     if v.shape[1] == 0:
         tokens, _, heads, head_dim = v.shape
         return v.new_zeros((tokens, heads, head_dim)), s.new_full((tokens, heads), -torch.inf)
@@ -132,27 +127,22 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _checked(
-    v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, *, dims: int = 3
+    v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, rule: str = "state"
 ) -> _State:
-    """A state as contiguous tensors."""
-    check.tensor(v_name, v)
-    check.tensor(s_name, s)
-    if v.dtype not in check.WIDE_DTYPES:
-        raise TypeError(f"{v_name} is {v.dtype}; must be float16, bfloat16 or float32")
-    if v.dim() != dims or v.shape[-1] == 0:
-        shape = f"[seq_len, {'num_states, ' if dims == 4 else ''}num_heads, head_dim of 1 or more]"
-        raise ValueError(f"{v_name} has shape {tuple(v.shape)}; must be {shape}")
-    check.has_shape(s_name, s, tuple(v.shape[:-1]), f"that of {v_name} without head_dim")
-    if not s.dtype.is_floating_point:
-        raise TypeError(f"{s_name} is {s.dtype}; must be float32 or another float dtype")
-    check.on_device(s_name, s, v.device)
+    """A state, or states, as contiguous tensors."""
+    check.conforms(v_name, v, f"{rule}_v")
+    if v.shape[-1] == 0:
+        raise ValueError(f"{v_name} has shape {tuple(v.shape)}; must have a head_dim of 1 or more")
+    dims = ("seq_len", "num_heads") if rule == "state" else ("seq_len", "num_states", "num_heads")
+    known = dict(zip(dims, v.shape[:-1], strict=True))
+    check.conforms(s_name, s, f"{rule}_s", v.device, known)
     return v.contiguous(), s.to(torch.float32).contiguous()
 
 
-def _check_same(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    check.has_shape(name, value, tuple(other.shape), f"that of {other_name}")
-    check.has_dtype(name, value, other.dtype, f"that of {other_name}")
-    check.on_device(name, value, other.device)
+def _check_same(name: str, value: torch.Tensor, other: torch.Tensor) -> None:
+    """Checks that the values of two states have one shape, dtype and device."""
+    known = dict(zip(("seq_len", "num_heads", "head_dim"), other.shape, strict=True))
+    check.conforms(name, value, "other_v", other.device, {**known, "state_dtype": other.dtype})
 
 
 def _merge(
@@ -208,7 +198,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        num_levels = check.integer("num_levels", num_levels, at_least=1)
+        num_levels = check.size("num_levels", num_levels)
         of_levels = [
             [None] * num_levels if buffers is None else _per_level(name, buffers, num_levels)
             for name, buffers in (

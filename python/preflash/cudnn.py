@@ -125,7 +125,7 @@ def cudnn_batch_decode_with_kv_cache(
     check.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
     check.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
     lengths = direct.lengths_of("actual_seq_lens_kv", actual_seq_lens_kv)
-    each = check.integer("q_len_per_req", q_len_per_req, at_least=1)
+    each = check.size("q_len_per_req", q_len_per_req)
     if check.is_tensor("q", q).dim() != 3 or q.shape[0] != lengths.numel() * each:
         raise ValueError(
             f"q has shape {tuple(q.shape)}; must be [batch_size * q_len_per_req, num_qo_heads, "

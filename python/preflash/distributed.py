@@ -122,7 +122,7 @@ def context_parallel_prefill(
             raise ValueError(
                 f"{name} has {x.shape[0]} tokens; rank {rank} of {world} has {sum(own)}"
             )
-    check.has_dtype("v", v, k.dtype, "k's")
+    check.conforms("v", v, "v_like_k", known={"k_dtype": k.dtype})
     k, v = (join_chunks(x, group, seq_lens=seq_lens) for x in (k, v))
     options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     results, row, key = [], 0, 0  # (out, LSE) of each chunk

@@ -174,13 +174,11 @@ def fmha_varlen(
     check.absent(plan_info=plan_info)
     check.neutral("o_scale", o_scale, 1.0)
     for name, value in (("q", q), ("k", k), ("v", v)):
-        check.has_dims(name, check.is_tensor(name, value), 3, "[tokens, heads, head_dim]")
-    offsets: list[torch.Tensor] = []
-    for name in ("qo_segment_offsets", "kv_segment_offsets"):
-        offsets.append(check.index_array(name, given[name], q.device))
-        count = offsets[-1].numel()
-        if count < 1 or count != offsets[0].numel():
-            raise ValueError(f"{name} has {count} elements; both must have batch_size + 1")
+        check.conforms(name, value, "single_tensor")
+    offsets, known = [], {"batch_size + 1": 1}
+    for name, rule in (("qo_segment_offsets", "first_offsets"), ("kv_segment_offsets", "indptr")):
+        offsets.append(check.conforms(name, given[name], rule, q.device, known))
+        known = {"batch_size + 1": offsets[0].numel()}
     if max_qo_len is None:
         offsets = [value.cpu() for value in offsets]
         max_qo_len = max([0, *offsets[0].diff().tolist()])

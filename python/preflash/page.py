@@ -41,14 +41,12 @@ def get_seq_lens(
     """
     if check.traced():
         return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
-    page_size = check.integer("page_size", page_size, at_least=1)
+    page_size = check.size("page_size", page_size)
     jit_traces = torch.jit.is_tracing()
     on_host = None if jit_traces else _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
     if on_host is not None:
         return torch.tensor(on_host, dtype=torch.int32, device="cpu")
-    checks.index_array("kv_indptr", kv_indptr)
-    checks.index_array("kv_last_page_len", kv_last_page_len)
-    checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
+    checks.index_arrays(kv_indptr, kv_last_page_len)
     if checks.may_be_read(kv_indptr):
         checks.page_table(kv_indptr, kv_last_page_len, page_size)
     pages = kv_indptr.diff()
@@ -84,24 +82,18 @@ def get_batch_indices_positions(
         ]
         torch.ops.preflash.get_batch_indices_positions(append_indptr, seq_lens, nnz, *outputs)
         return outputs[0], outputs[1]
-    checks.index_array("append_indptr", append_indptr)
-    checks.index_array("seq_lens", seq_lens)
-    nnz = check.integer("nnz", nnz, at_least=0)
-    checks.one_per_request("seq_lens", seq_lens, "append_indptr", append_indptr)
+    check.conforms("append_indptr", append_indptr)
+    device, known = append_indptr.device, {"batch_size": append_indptr.numel() - 1}
+    check.conforms("seq_lens", seq_lens, "append_lengths", device, known)
+    nnz = check.size("nnz", nnz)
     if checks.may_be_read(append_indptr):
         checks.appended(append_indptr, seq_lens)
-    device = append_indptr.device
     outputs = []
     for name, given in (("batch_indices", batch_indices), ("positions", positions)):
         if given is None:
             outputs.append(torch.empty(nnz, dtype=torch.int32, device=device))
-            continue
-        check.tensor(name, given)
-        check.has_shape(name, given, (nnz,), "[nnz]")
-        check.has_dtype(name, given, torch.int32, "as it is without a given tensor")
-        check.on_device(name, given, device)
-        check.not_overlapping(name, given)
-        outputs.append(given)
+        else:
+            outputs.append(check.conforms(name, given, "made_places", device, {"nnz": nnz}))
     if reaches_into(*outputs):
         raise ValueError(
             "batch_indices shares memory with positions, and both are written; must be apart"
@@ -165,17 +157,13 @@ def append_paged_kv_cache(
             f"append_value has {append_value.shape[0]} tokens and append_key {tokens}; "
             "must be equal"
         )
-    of_tokens = {"batch_indices": batch_indices, "positions": positions}
-    table = {"kv_indices": kv_indices, "kv_indptr": kv_indptr, "kv_last_page_len": kv_last_page_len}
     is_table = isinstance(kv_indices, torch.Tensor) and kv_indices.dim() == 2
-    for name, value in (*of_tokens.items(), *table.items()):
-        checks.index_array(name, value, dims=2 if is_table and name == "kv_indices" else 1)
-        check.on_device(name, value, device)
-    for name, value in of_tokens.items():
-        check.has_shape(name, value, (tokens,), "[nnz], one per token of append_key")
-    checks.one_per_request("kv_last_page_len", kv_last_page_len, "kv_indptr", kv_indptr)
-    if is_table:
-        checks.block_table("kv_indices", kv_indices, kv_last_page_len.numel())
+    checks.index_arrays(kv_indptr, kv_last_page_len, device)
+    known = {"nnz": tokens, "batch_size": kv_last_page_len.numel()}
+    for name, value in (("batch_indices", batch_indices), ("positions", positions)):
+        check.conforms(name, value, "append_places", device, known)
+    rule = "append_table" if is_table else "append_pages"
+    check.conforms("kv_indices", kv_indices, rule, device, known)
     if checks.may_be_read(kv_indptr):
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
         checks.in_use(kv_indices, kv_indptr)

@@ -58,12 +58,7 @@ def segment_packbits(
         return torch.ops.preflash.segment_packbits(x, indptr, bitorder)
     little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
-    check.tensor("indptr", indptr)
-    if indptr.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indptr is {indptr.dtype}; must be torch.int32 or torch.int64")
-    if indptr.dim() != 1 or indptr.numel() == 0:
-        raise ValueError(f"indptr has shape {tuple(indptr.shape)}; must be [num_segments + 1]")
-    check.on_cpu_or("indptr", indptr, x.device)
+    check.conforms("indptr", indptr, "segment_indptr", x.device, {"num_segments + 1": 1})
     begin = indptr.cpu().to(torch.int64)
     lengths = begin.diff()
     if bool((lengths < 0).any()) or int(begin[0]) < 0 or int(begin[-1]) > x.numel():

@@ -6,7 +6,9 @@ keeps, so that nothing that is left out is read or computed."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -122,11 +124,12 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             q2k_num=q2k_num, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        rows, keys = check.integer("M", M, at_least=0), check.integer("N", N, at_least=0)
-        height, width = check.integer("R", R, at_least=1), check.integer("C", C, at_least=1)
+        rows, keys = check.size("M", M), check.size("N", N)
+        height, width = check.size("R", R), check.size("C", C)
         if keys % width:
             raise ValueError(f"N={keys}: must be a multiple of C = {width}")
-        at, blocks = _on_host("indptr", indptr, 1), _on_host("indices", indices, 1)
+        at = _on_host("indptr", indptr, "block_indices")
+        blocks = _on_host("indices", indices, "block_indices")
         count = -(-rows // height)
         if at.numel() != count + 1:
             raise ValueError(
@@ -286,17 +289,17 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             causal, pos_encoding_mode: as in BlockSparseAttentionWrapper.plan().
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
-        heads = check.positive("num_kv_heads", num_kv_heads)
-        group, rest = divmod(check.positive("num_qo_heads", num_qo_heads), heads)
+        heads = check.size("num_kv_heads", num_kv_heads)
+        group, rest = divmod(check.size("num_qo_heads", num_qo_heads), heads)
         if rest or not group:
             raise ValueError(
                 f"num_qo_heads={num_qo_heads}: must be a multiple of num_kv_heads = {heads}"
             )
-        kept = _on_host("block_mask_map", block_mask_map, 3) != 0
-        heights = _on_host("block_row_sz", block_row_sz, 2)
-        widths = _on_host("block_col_sz", block_col_sz, 2)
-        shape = (heads, heights.shape[1], widths.shape[1])
-        check.has_shape("block_mask_map", kept, shape, "[num_kv_heads, row blocks, column blocks]")
+        known = {"num_kv_heads": heads}
+        heights = _on_host("block_row_sz", block_row_sz, "block_sizes", known)
+        widths = _on_host("block_col_sz", block_col_sz, "block_sizes", known)
+        known |= {"row blocks": heights.shape[1], "column blocks": widths.shape[1]}
+        kept = _on_host("block_mask_map", block_mask_map, "block_map", known) != 0
         rows = _same_sum("block_row_sz", heights, heads)
         keys = _same_sum("block_col_sz", widths, heads)
         # A page is the largest piece that every block of keys is made of.
@@ -419,14 +422,11 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         return by_head.contiguous()
 
 
-def _on_host(name: str, value: Any, dims: int) -> torch.Tensor:
+def _on_host(
+    name: str, value: Any, rule: str, known: Mapping[str, int] = MappingProxyType({})
+) -> torch.Tensor:
     """int32 (bool stays), contiguous, on the CPU."""
-    value = check.tensor(name, value)
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
-    if value.dim() != dims:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {dims} dimensions")
-    value = value.cpu().contiguous()
+    value = check.conforms(name, value, rule, known=known).cpu().contiguous()
     if value.dtype in (torch.bool, torch.int32):
         return value
     narrow = value.to(torch.int32)
@@ -447,13 +447,12 @@ def _check_copied_into(
         shape = tuple(check.is_tensor(name, value).shape)
         if shape not in shapes:
             raise ValueError(f"{name} has shape {shape}; must be {' or '.join(map(str, shapes))}")
-        check.has_dtype(name, value, dtype, "as it is computed")
-        check.on_device(name, value, read["k"].device)
+        known = {"dtype of the result": dtype}
+        check.has_form(name, value, "copied_output", read["k"].device, known)
         if check.traced():
             continue
-        check.tensor(name, value)
+        check.conforms(name, value, "copied_output")
         check.forward_only(**{name: value})
-        check.not_overlapping(name, value)
         for other, tensor in others.items():
             refuse_shared(name, value, other, tensor)
         others[name] = value
@@ -463,9 +462,9 @@ def _by_rows(
     mask: torch.Tensor, at: torch.Tensor, block: tuple[int, int], rows: int
 ) -> torch.Tensor:
     """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
-    mask = check.tensor("mask", mask)
-    check.has_shape("mask", mask, (int(at[-1]), *block), "[number of blocks, R, C]")
-    height, _ = block
+    height, width = block
+    known = {"blocks": int(at[-1]), "R": height, "C": width}
+    mask = check.conforms("mask", mask, "block_masks", known=known)
     pieces = [
         mask[begin:end].transpose(0, 1)[: rows - i * height].reshape(-1)
         for i, (begin, end) in enumerate(pairwise(at.tolist()))

@@ -235,8 +235,8 @@ def _refuse_nvfp4(out_dtype: Any) -> None:
 def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) -> int:
     if q_len_per_req is None:
         raise ValueError("q_len_per_req=None: must be given without cum_seq_lens_q")
-    each = check.integer("q_len_per_req", q_len_per_req, at_least=1)
-    if max_q_len is not None and check.integer("max_q_len", max_q_len, at_least=0) < each:
+    each = check.size("q_len_per_req", q_len_per_req)
+    if max_q_len is not None and check.size("max_q_len", max_q_len) < each:
         raise ValueError(f"max_q_len={max_q_len}: every request has q_len_per_req = {each} queries")
     rows = check.is_tensor("query", query).shape[0]
     if rows < batch_size * each:

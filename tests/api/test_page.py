@@ -317,7 +317,7 @@ MISTAKES = {
         "kv_indices",
         lambda t: t[None],
         ValueError,
-        "must have batch_size = 2 rows",
+        r"kv_indices has shape .*must be \(2, 3\): \[batch_size, pages\]",
     ),
     "columns of a table": (
         "kv_indices",
@@ -343,7 +343,12 @@ MISTAKES = {
         ValueError,
         "kv_indices has shape .* one-dimensional",
     ),
-    "table": ("kv_indptr", lambda t: t[:-1], ValueError, "kv_last_page_len has 2 elements"),
+    "table": (
+        "kv_indptr",
+        lambda t: t[:-1],
+        ValueError,
+        r"kv_last_page_len has shape \(2,\)",
+    ),
     "cache": ("paged_kv_cache", lambda t: t[:, :1], ValueError, "paged_kv_cache has shape"),
     "layout": ("kv_layout", lambda _: "DHN", ValueError, "kv_layout"),
     "columns": (

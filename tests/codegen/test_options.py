@@ -10,7 +10,7 @@ import options
 import preflash
 import pytest
 import spec
-from preflash._check import calls
+from preflash._check import calls, rules
 
 ROW = (
     'temperature = {type = "float | None", check = "real", field = "soft_cap", '
@@ -28,6 +28,20 @@ def edited(directory: Path, old: str, new: str) -> options.Table:
 
 def test_the_build_has_the_classes_of_the_table():
     assert Path(calls.__file__).read_text() == generate.calls_text(spec.load_options())
+    assert Path(rules.__file__).read_text() == generate.rules_text(spec.load_options())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('memory = "rows"', 'memory = "lines"'),
+        ('device = "any"', 'device = "gpu"'),
+        ("written = true", "is_written = true"),
+    ],
+)
+def test_a_rule_with_an_unknown_word_is_refused(tmp_path, old, new):
+    with pytest.raises(spec.SpecError, match=r"options\.toml: .*(lines|gpu|is_written)"):
+        edited(tmp_path, old, new)
 
 
 def test_a_row_is_an_option_of_the_calls_it_names(tmp_path):

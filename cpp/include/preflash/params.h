@@ -79,7 +79,7 @@ enum class Heads : std::uint8_t { kQuery, kKeyValue };
 using HeadTensorField = const float* RunExtras::*;
 
 // The tensors of a run that hold one float32 for each head, as the binding takes them and a launch
-// keeps its outputs apart from them. preflash._check.arguments.PER_HEAD says the same to Python.
+// keeps its outputs apart from them. cpp/variants/options.toml has their rules for Python.
 struct HeadTensor {
   const char* name;
   HeadTensorField address;

@@ -1,6 +1,7 @@
 """The arguments of public calls: what they may be, and what is wrong with them.
 
 calls       the arguments of each call, generated from cpp/variants/options.toml
+rules       the rules of tensors and the ranges of sizes, generated from the same file
 arguments   what calls have in common; the arguments of run()
 values      checks of numbers, names, dtypes and tensors; tensor_checks and recording are its parts
 options     arguments -> AttentionOptions, which decide a kernel and a work list

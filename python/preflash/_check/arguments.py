@@ -88,24 +88,8 @@ def per_head_of(a: Any) -> PerHead:
 _per_head_of = operator.attrgetter(*PerHead._fields)
 
 
-class HeadTensor(NamedTuple):
-    """Describes a tensor of PerHead, for its checks and for the table of features."""
-
-    heads: str  # the option that sets its number of elements
-    element: str
-    why_float32: str
-    of: str | None  # the fp8 operand that it scales; None: it goes with every run
-
-
-_LOGITS = ("one logit per query head", "natural logarithms, like logits")
-_FACTORS = ("one factor per head", "factors of the heads")
-# NOTE: kHeadTensors in params.h is the C++ side.
-PER_HEAD = PerHead(
-    sinks=HeadTensor("num_qo_heads", *_LOGITS, of=None),
-    scale_q=HeadTensor("num_qo_heads", *_FACTORS, of="q"),
-    scale_k=HeadTensor("num_kv_heads", *_FACTORS, of="k"),
-    scale_v=HeadTensor("num_kv_heads", *_FACTORS, of="v"),
-)
+# The fp8 operand that each per-head factor scales.
+PER_HEAD_OPERANDS = {"scale_q": "q", "scale_k": "k", "scale_v": "v"}
 
 
 class Items(NamedTuple):

@@ -46,10 +46,10 @@ def batch_lengths(
     qo_indptr, kv_indptr, indices, last_page_len = arrays
     if isinstance(a, RaggedPlanArguments):
         return _checked_batch({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, 0, device), None
-    page_size = check.integer("page_size", a.page_size, at_least=1)
+    page_size = check.size("page_size", a.page_size)
     is_table = isinstance(indices, torch.Tensor) and indices.dim() == 2
     if not is_table:
-        indices = check.index_array("paged_kv_indices", indices, device)
+        indices = check.conforms("paged_kv_indices", indices, "pages", device)
     named = {"qo_indptr": qo_indptr, "paged_kv_indptr": kv_indptr}
     named["paged_kv_last_page_len"] = last_page_len
     batch = _checked_batch(named, page_size, device)
@@ -60,8 +60,8 @@ def batch_lengths(
 
 
 def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
-    qo_len = check.integer("qo_len", qo_len, at_least=0)
-    kv_len = check.integer("kv_len", kv_len, at_least=0)
+    qo_len = check.size("qo_len", qo_len)
+    kv_len = check.size("kv_len", kv_len)
     indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
     begin = check.address(indptr)
     arrays = _core.BatchArrays(begin, begin + 2 * indptr.element_size(), 0, 1)
@@ -71,26 +71,18 @@ def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
 def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
     """The batch of the index arrays of plan(), by name: of queries, of keys and, unless page_size
     is 0, of last pages. The planner checks their values."""
-    arrays = [check.index_array(name, value, device) for name, value in named.items()]
-    qo_indptr, kv_indptr, *last_page_len = arrays
-    elements = qo_indptr.numel()
-    if elements == 0:
-        raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
-    if kv_indptr.numel() != elements:
-        raise ValueError(
-            f"{'paged_' if page_size else ''}kv_indptr has {kv_indptr.numel()} elements and "
-            f"qo_indptr {elements}; both must have batch_size + 1"
-        )
-    for last in last_page_len:
-        if last.numel() != elements - 1:
-            raise ValueError(
-                f"paged_kv_last_page_len has {last.numel()} elements; must have "
-                f"batch_size = {elements - 1}"
-            )
-        alone = not last.is_cpu and qo_indptr.is_cpu and kv_indptr.is_cpu
-        if alone and page_size == 1 and not _core.debugging():
-            # A page of one token holds one: no wait to hear it from the GPU.
-            arrays[2] = torch.ones(last.numel(), dtype=torch.int32, device="cpu")
+    arrays: list[torch.Tensor] = []
+    known: dict[str, int] = {}
+    for (name, value), rule in zip(named.items(), ("indptr", "indptr", "lengths"), strict=False):
+        arrays.append(check.conforms(name, value, rule, device, known))
+        elements = arrays[0].numel()
+        if elements == 0:
+            raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
+        known = {"batch_size": elements - 1, "batch_size + 1": elements}
+    remote = [not array.is_cpu for array in arrays]
+    if remote == [False, False, True] and page_size == 1 and not _core.debugging():
+        # A page of one token holds one: no wait to hear it from the GPU.
+        arrays[2] = torch.ones(arrays[2].numel(), dtype=torch.int32, device="cpu")
     return batch_of(*on_host(arrays), page_size=page_size)
 
 
@@ -167,14 +159,8 @@ def _block_table(
     """Takes the pages from a block table [batch_size, max_pages]. Kernels read it in place on their
     device; one on the CPU for a GPU is uploaded as a page list. Pages behind the number of keys
     that only a run knows may be anything."""
-    most = -(-batch.max_kv_len // batch.page_size)
-    shape = (batch.num_requests, most)
-    table = check.page_table("paged_kv_indices", table, shape, device)
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        raise ValueError(
-            f"paged_kv_indices has strides {tuple(table.stride())}; the rows of a block table must "
-            "be contiguous, at any distance"
-        )
+    known = {"batch_size": batch.num_requests, "pages": -(-batch.max_kv_len // batch.page_size)}
+    table = check.conforms("paged_kv_indices", table, "block_table", device, known)
     if table.device != device and buffer is None:
         before = table.new_zeros(batch.kv_begin)  # paged_kv_indptr may start above 0
         pages = torch.cat((before, _owned(table, batch)))
@@ -241,10 +227,8 @@ def upper_bounds(
             "lengths_are_upper_bounds=True with a custom mask, whose rows are as long as the keys: "
             "plan with exact lengths"
         )
-    kv_lens = check.index_array("seq_lens", a.seq_lens, device)
-    check.on_device("seq_lens", kv_lens, device)
-    check.has_shape("seq_lens", kv_lens, (batch.num_requests,), "[batch_size]")
-    check.contiguous("seq_lens", kv_lens)
+    known = {"batch_size": batch.num_requests}
+    kv_lens = check.conforms("seq_lens", a.seq_lens, "kv_lens", device, known)
     batch.use_kv_upper_bounds()
     if _core.debugging():
         for i, keys in enumerate(kv_lens.tolist()):
@@ -268,7 +252,7 @@ def check_hints(a: BatchArguments, request: Request) -> None:
     if a.max_sequence_kv is not None:
         _check_longest("max_sequence_kv", a.max_sequence_kv, batch.max_kv_len)
     uniform = a.uniform_q_len
-    if uniform is not None and check.integer("uniform_q_len", uniform, at_least=-1) > 0:
+    if uniform is not None and check.size("uniform_q_len", uniform) > 0:
         same = torch.full((batch.num_requests,), uniform, dtype=torch.int64, device="cpu")
         other = batch.first_qo_len_other_than(check.address(same))
         if other >= 0:
@@ -289,13 +273,13 @@ def check_hints(a: BatchArguments, request: Request) -> None:
 
 
 def _check_longest(name: str, value: Any, longest: int) -> None:
-    if check.integer(name, value, at_least=0) < longest:
+    if check.size(name, value) < longest:
         raise ValueError(f"{name}={value}: the batch has a request of {longest} tokens")
 
 
 def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.device) -> None:
     """seq_lens or seq_lens_q; those on the wrapper's own GPU are not read to compare."""
-    value = check.integers(name, value, device)
+    value = check.conforms(name, value, "hints", device)
     if value.numel() != batch.num_requests:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have batch_size = {batch.num_requests}"
@@ -319,7 +303,7 @@ def _check_indptr(
 ) -> None:
     """Checks an indptr in tokens or in elements. Reads it from the GPU too: other offsets would be
     another layout, with another result."""
-    given = check.index_array(name, value, device).cpu().to(torch.int64)
+    given = check.conforms(name, value, "indptr", device).cpu().to(torch.int64)
     wanted = torch.tensor(planned, dtype=torch.int64, device="cpu")
     if not given.equal(wanted) and not given.equal(wanted * per_token):
         raise ValueError(
@@ -333,8 +317,8 @@ def _check_block_tables(block_tables: Any, request: Request) -> None:
     batch, pages, device = request.batch, request.pages, request.device
     if pages.given is block_tables:
         return
-    shape = (batch.num_requests, -(-batch.max_kv_len // batch.page_size))
-    table = check.page_table("block_tables", block_tables, shape, device)
+    known = {"batch_size": batch.num_requests, "pages": -(-batch.max_kv_len // batch.page_size)}
+    table = check.conforms("block_tables", block_tables, "page_table", device, known)
     if not (table.is_cpu and pages.given.is_cpu) and not _core.debugging():
         return
     if pages.given.dim() == 2:

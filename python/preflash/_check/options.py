@@ -59,14 +59,14 @@ def _checked(kind: type, masked: bool, *given: Any) -> BatchOptions:
     head_dim, head_dim_vo = options["head_dim"], options["head_dim_vo"]
     if head_dim is None:
         raise TypeError("missing required argument: head_dim")
-    head_dim = check.positive("head_dim", head_dim)
+    head_dim = check.size("head_dim", head_dim)
     checked = _attention_options(
         options,
         masked,
         ("q_data_type", options["q_data_type"]),
         ("kv_data_type", options["kv_data_type"]),
         head_dim_qk=head_dim,
-        head_dim_vo=head_dim if head_dim_vo is None else check.positive("head_dim_vo", head_dim_vo),
+        head_dim_vo=head_dim if head_dim_vo is None else check.size("head_dim_vo", head_dim_vo),
     )
     return BatchOptions(
         checked,
@@ -91,7 +91,7 @@ def single_options(a: calls.SingleArguments) -> _core.AttentionOptions:
     variant is looked at: binding checks the rest."""
     q, k, v = a.q, a.k, a.v
     for name, value in (("q", q), ("k", k), ("v", v)):
-        check.has_dims(name, value, 3, "three-dimensional: tokens, heads and head_dim")
+        check.has_form(name, value, "single_tensor")
     options = _in_one_spelling(options_of(a))
     check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)

@@ -83,39 +83,19 @@ def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
                 "holds other numbers than it has, and memory is what is copied; pass "
                 "resolve_conj() or int_repr()"
             )
-        if value.dim() > 0:
-            check.contiguous_rows(what, value)
-    tokens = given.shape[0] if given.dim() > 0 else 0
-    wanted = (tokens, *pool.shape[2:])
-    check.has_shape(name, given, wanted, "[nnz, num_kv_heads, head_dim] of the cache")
-    check.has_dtype(name, given, pool.dtype, "the cache's")
-    check.on_device(name, given, pool.device)
-    return tokens
+    if pool.dim() > 0:
+        check.contiguous_rows("the cache", pool)
+    known = {"num_kv_heads": pool.shape[2], "head_dim": pool.shape[3], "cache_dtype": pool.dtype}
+    return check.conforms(name, given, "append_rows", pool.device, known).shape[0]
 
 
-def index_array(name: str, value: torch.Tensor, dims: int = 1) -> None:
-    check.tensor(name, value)
-    if value.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} is {value.dtype}; must be torch.int32 (or int64)")
-    check.has_dims(name, value, dims, "one-dimensional" if dims == 1 else "[batch_size, pages]")
-
-
-def block_table(name: str, table: torch.Tensor, batch_size: int) -> None:
-    if table.shape[0] != batch_size:
-        raise ValueError(
-            f"{name} has shape {tuple(table.shape)}; a block table must have batch_size = "
-            f"{batch_size} rows"
-        )
-    check.contiguous_rows(name, table)
-
-
-def one_per_request(name: str, value: torch.Tensor, indptr_name: str, indptr: torch.Tensor) -> None:
-    if value.numel() + 1 != indptr.numel():
-        raise ValueError(
-            f"{name} has {value.numel()} elements and {indptr_name} {indptr.numel()}; must be "
-            "batch_size and batch_size + 1"
-        )
-    check.on_device(name, value, indptr.device)
+def index_arrays(
+    kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, device: torch.device | None = None
+) -> None:
+    """Checks the pages of each request: their indptr, and the tokens in the last one."""
+    indptr = check.conforms("kv_indptr", kv_indptr, "append_indptr", device)
+    known = {"batch_size": indptr.numel() - 1}
+    check.conforms("kv_last_page_len", kv_last_page_len, "append_lengths", indptr.device, known)
 
 
 def places(batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> None:

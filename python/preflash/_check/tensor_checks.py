@@ -1,20 +1,31 @@
 """Checks of one tensor: its memory, device, dtype, shape and aliasing. Also formats values for
-error messages."""
+error messages.
+
+conforms() checks a tensor against its rule, a row of [tensor] in cpp/variants/options.toml."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .recording import eager
+from .rules import TENSORS, TensorRule
 
 ALIGNMENT = 16
-WHY_FLOAT32 = "the log-sum-exp is always float32"
-_SIGNED = (torch.int32, torch.int64, torch.int16, torch.int8)
-_INTEGERS = (*_SIGNED, torch.uint8, torch.uint16, torch.uint32)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8)
+_INTEGERS += (torch.uint8, torch.uint16, torch.uint32)
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_FLOATING += (torch.float8_e4m3fn, torch.float8_e5m2)
+# Kinds of dtypes in rules, and what errors call them.
+_KINDS = {
+    "integer": (_INTEGERS, "an integer dtype"),
+    "floating": (_FLOATING, "float32 or another float dtype"),
+}
 
 
 def kind_of(value: Any) -> str:
@@ -174,69 +185,6 @@ def on_cpu_or(name: str, value: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{name} is on {value.device}; must be on the CPU or on {device}")
 
 
-def integers(name: str, value: Any, device: torch.device) -> torch.Tensor:
-    """Checks a tensor of any integer dtype and shape, on the CPU or on `device`."""
-    on_cpu_or(name, is_tensor(name, value), device)
-    tensor(name, value)
-    if value.dtype not in _INTEGERS:
-        raise TypeError(f"{name} is {value.dtype}; must be an integer dtype")
-    return value
-
-
-def index_array(
-    name: str,
-    value: Any,
-    device: torch.device,
-    dtypes: Sequence[torch.dtype] = (torch.int32,),
-) -> torch.Tensor:
-    """Checks lengths, an indptr or pages: one-dimensional, on the CPU or on `device`."""
-    value = tensor(name, value)
-    if value.dtype not in dtypes:
-        allowed = " or ".join(map(str, dtypes))
-        raise TypeError(f"{name} is {value.dtype}; must be {allowed}{_int_hint(name, value)}")
-    has_dims(name, value, 1, "one-dimensional")
-    on_cpu_or(name, value, device)
-    return value
-
-
-def page_table(
-    name: str, value: Any, shape: tuple[int, int], device: torch.device, why: str = ""
-) -> torch.Tensor:
-    """Checks a page table: int32, on the CPU or on `device`; shape: [batch_size, minimum pages]."""
-    table = tensor(name, value)
-    has_dtype(name, table, torch.int32, "page numbers")
-    batch_size, pages = shape
-    if table.dim() != 2 or table.shape[0] != batch_size or table.shape[1] < pages:
-        raise ValueError(
-            f"{name} has shape {tuple(table.shape)}; must be [batch_size, pages] = "
-            f"[{batch_size}, at least {pages}]{why}"
-        )
-    on_cpu_or(name, table, device)
-    return table
-
-
-def output(
-    value: torch.Tensor,
-    shape: tuple[int, ...],
-    meaning: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Checks `out`, which a kernel writes in place."""
-    tensor("out", value)
-    has_shape("out", value, shape, meaning)
-    has_dtype("out", value, dtype, "o_data_type, which is q's dtype but for fp8")
-    on_device("out", value, device)
-    rows("out", value)
-    not_overlapping("out", value)
-
-
-def has_dims(name: str, value: torch.Tensor, dims: int, wanted: str) -> None:
-    if value.dim() != dims:
-        hint = _batch_hint(name, value) if dims == 3 else ""
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be {wanted}{hint}")
-
-
 def _batch_hint(name: str, value: torch.Tensor) -> str:
     """Returns how to pass q, k or v [batch, tokens, heads, head_dim]; "" for other tensors."""
     if value.dim() != 4 or name not in ("q", "k", "v"):
@@ -247,20 +195,9 @@ def _batch_hint(name: str, value: torch.Tensor) -> str:
     )
 
 
-def _int_hint(name: str, value: torch.Tensor) -> str:
-    """Returns how to convert indices to int32; "" for a tensor that holds no integers."""
-    return f": pass {name}.int()" if value.dtype in _INTEGERS else ""
-
-
 def contiguous(name: str, value: torch.Tensor) -> None:
     if not value.is_contiguous():
         raise ValueError(f"{name} has strides {tuple(value.stride())}; must be contiguous")
-
-
-def has_dtype(name: str, value: torch.Tensor, wanted: torch.dtype, why: str) -> None:
-    if value.dtype != wanted:
-        hint = _int_hint(name, value) if wanted == torch.int32 else ""
-        raise TypeError(f"{name} is {value.dtype}; must be {wanted} ({why}){hint}")
 
 
 def contiguous_rows(name: str, value: torch.Tensor) -> None:
@@ -299,6 +236,16 @@ def _aligned_rows(value: torch.Tensor) -> str:
     return f"allocate rows of {padded} columns and pass a view of the first {columns}"
 
 
+def aligned(name: str, value: torch.Tensor) -> None:
+    """Checks memory that a plan divides: contiguous, from a multiple of 16 bytes on."""
+    contiguous(name, value)
+    if value.data_ptr() % ALIGNMENT != 0:
+        raise ValueError(
+            f"{name} must be {ALIGNMENT}-byte aligned; it starts {value.data_ptr() % ALIGNMENT} "
+            f"bytes past a multiple of {ALIGNMENT}: pass a buffer that was not sliced"
+        )
+
+
 def not_overlapping(name: str, value: torch.Tensor) -> None:
     """Raises ValueError if elements of a tensor that is written may overlap."""
     reach = 1
@@ -312,9 +259,113 @@ def not_overlapping(name: str, value: torch.Tensor) -> None:
             reach = stride * (size - 1) + reach
 
 
-def has_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], meaning: str) -> None:
-    if tuple(value.shape) != wanted:
-        hint = _batch_hint(name, value) if len(wanted) == 3 else ""
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; must be {wanted}: {meaning}{hint}"
-        )
+_MEMORY = {
+    "rows": rows,
+    "contiguous_rows": contiguous_rows,
+    "contiguous": contiguous,
+    "aligned": aligned,
+}
+
+
+@eager
+def conforms(
+    name: str,
+    value: Any,
+    rule: str = "",
+    device: torch.device | None = None,
+    known: Mapping[str, Any] = MappingProxyType({}),
+) -> torch.Tensor:
+    """Checks a tensor against a rule, and returns the tensor.
+
+    rule: a row of [tensor] in options.toml; by default that of the tensor's name. device: that of
+    the call's other tensors; None: any. known: the sizes and dtypes of the call by the names in the
+    rule, and kv_layout. The rest of the rule's sizes and dtypes are not checked.
+
+    Raises TypeError for a wrong type or dtype, ValueError for everything else.
+    """
+    row = TENSORS[rule or name]
+    if row.device == "any" and device is not None:
+        on_cpu_or(name, is_tensor(name, value), device)
+    value = tensor(name, value)
+    has_form(name, value, rule, device, known)
+    if row.memory:
+        _MEMORY[row.memory](name, value)
+    if row.written:
+        not_overlapping(name, value)
+    return value
+
+
+def has_form(
+    name: str,
+    value: Any,
+    rule: str = "",
+    device: torch.device | None = None,
+    known: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Checks what conforms() does but for memory, which tensors that torch traces do not have."""
+    row = TENSORS[rule or name]
+    _check_dtype(name, is_tensor(name, value), row, known)
+    if device is not None:
+        (on_cpu_or if row.device == "any" else on_device)(name, value, device)
+    _check_shape(name, value, row, known)
+
+
+def _check_dtype(name: str, value: torch.Tensor, row: TensorRule, known: Mapping[str, Any]) -> None:
+    allowed: list[torch.dtype] = []
+    words: list[str] = []
+    for dtype in row.dtype:
+        if dtype in _KINDS:
+            dtypes, text = _KINDS[dtype]
+        else:
+            found = known.get(dtype) or getattr(torch, dtype, None)
+            dtypes, text = ((found,), str(found)) if found else ((), "")
+        allowed += dtypes
+        words.append(text)
+    if not allowed or value.dtype in allowed:
+        return
+    wanted, note = " or ".join(words), f" ({row.note})" if row.note else ""
+    hint = f": pass {name}.int()" if torch.int32 in allowed and value.dtype in _INTEGERS else ""
+    raise TypeError(f"{name} is {value.dtype}; must be {wanted}{note}{hint}")
+
+
+def _check_shape(name: str, value: torch.Tensor, row: TensorRule, known: Mapping[str, Any]) -> None:
+    if not row.shape:
+        return
+    layout = known.get("kv_layout", "NHD") if row.kv_layout else "NHD"
+    shape = tuple(value.shape)
+    if _has_shape(shape, _ordered(row.shape, layout), known):
+        return
+    dims = _ordered(row.shape, layout)
+    words = (f"at least {dim[:-1]}" if dim.endswith("+") else dim for dim in dims)
+    wanted = f"[{', '.join(words)}]"
+    if len(shape) == len(dims) or all(dim.isdigit() or dim in known for dim in dims):
+        found = shape if len(shape) == len(dims) else itertools.repeat(0)
+        wanted = f"{tuple(map(_size_wanted, found, dims, itertools.repeat(known)))}: {wanted}"
+    elif len(dims) == 1:
+        wanted = f"one-dimensional, {wanted}"
+    if row.note and not row.dtype:
+        wanted += f" {row.note}"
+    hint = _batch_hint(name, value)
+    other = "HND" if layout == "NHD" else "NHD"
+    if row.kv_layout and _has_shape(shape, _ordered(row.shape, other), known):
+        hint = f"; the shape fits {other}: construct the wrapper with kv_layout={other!r}"
+    raise ValueError(f"{name} has shape {shape}; must be {wanted}{hint}")
+
+
+def _ordered(dims: tuple[str, ...], kv_layout: str) -> tuple[str, ...]:
+    if kv_layout == "NHD":
+        return dims
+    *first, tokens, heads, head_dim = dims
+    return (*first, heads, tokens, head_dim)
+
+
+def _size_wanted(found: int, dim: str, known: Mapping[str, Any]) -> int:
+    """The size of a dimension that the rule allows: the size found, unless it is wrong."""
+    size = int(dim) if dim.isdigit() else known.get(dim.removesuffix("+"), found)
+    return max(found, size) if dim.endswith("+") else size
+
+
+def _has_shape(shape: tuple[int, ...], dims: tuple[str, ...], known: Mapping[str, Any]) -> bool:
+    return len(shape) == len(dims) and all(
+        found == _size_wanted(found, dim, known) for found, dim in zip(shape, dims, strict=True)
+    )

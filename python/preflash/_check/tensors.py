@@ -9,7 +9,7 @@ import torch
 
 from .. import _core
 from . import values as check
-from .arguments import PER_HEAD, KvCache, PerHead
+from .arguments import PER_HEAD_OPERANDS, KvCache, PerHead
 from .outputs import Outputs
 from .request import Request
 
@@ -28,46 +28,57 @@ def bind(
 ) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Checks one run's tensors. Returns what a launch is bound to: the strides and extents of
     q, k, v, out and lse, as _core.RunFunctions.check does, and the byte offset of V."""
-    options = request.options
+    options, device = request.options, request.device
     q_strides = check_q(q, request)
+    known = _sizes_of(request)
     v_offset = 0
     if request.page_size > 0:
-        k, v, v_offset = _check_paged(kv, request)
+        k, v, v_offset = _check_paged(kv, request, known)
     else:
-        k = _check_ragged("k", kv[0], options.head_dim_qk, request)
-        v = _check_ragged("v", kv[1], options.head_dim_vo, request)
-    tokens, heads, head_dim_vo = q.shape[0], options.num_qo_heads, options.head_dim_vo
-    out_strides = (heads * head_dim_vo, head_dim_vo)
+        k, v = (_check_ragged(name, x, request, known) for name, x in zip("kv", kv, strict=True))
+    tokens, heads = q.shape[0], options.num_qo_heads
+    known["rows of q"] = tokens
+    out_strides = (heads * options.head_dim_vo, options.head_dim_vo)
     if outputs.out is not None:
-        shape, meaning = (tokens, heads, head_dim_vo), "[rows of q, num_qo_heads, head_dim_vo]"
-        dtype = check.TORCH_DTYPES[options.o_dtype]
-        check.output(outputs.out, shape, f"{meaning} as planned", dtype, request.device)
-        out_strides = effective_strides(outputs.out)
+        out_strides = effective_strides(check.conforms("out", outputs.out, "", device, known))
     of_lse = (0, 0, 1)
     if outputs.lse is not None:
-        of_lse = _check_lse(outputs.lse, outputs.lse_layout, tokens, request)
+        lse = check.conforms("lse", outputs.lse, f"lse_{outputs.lse_layout}", device, known)
+        of_lse = (*lse.stride()[:2], 2 if outputs.lse_layout == "STATS" else 1)
+        if outputs.lse_layout == "HN":
+            of_lse = (of_lse[1], of_lse[0], 1)
     elif outputs.return_lse:
         of_lse = (heads, 1, 1) if outputs.lse_layout == "NH" else (1, tokens, 1)
     return ((*q_strides, tokens), k, v, out_strides, of_lse), v_offset
 
 
-def check_q(q: Any, request: Request) -> tuple[int, int]:
-    """The strides of q [tokens, num_qo_heads, head_dim_qk]."""
+def _sizes_of(request: Request) -> dict[str, Any]:
+    """The sizes and dtypes of a plan, by their names in the rules of tensors."""
     options = request.options
-    check.tensor("q", q)
+    return {
+        **sizes_of(options),
+        "qo_indptr[-1]": request.qo_tokens,
+        "kv_indptr[-1]": request.kv_tokens,
+        "page_size": request.page_size,
+        "kv_layout": request.kv_layout,
+    }
+
+
+def sizes_of(options: _core.AttentionOptions) -> dict[str, Any]:
+    """The sizes and dtypes of options, by their names in the rules of tensors."""
+    names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+    sizes = {name: getattr(options, name) for name in names}
+    dtypes = ("q_dtype", "kv_dtype", "o_dtype")
+    return sizes | {name: check.TORCH_DTYPES[getattr(options, name)] for name in dtypes}
+
+
+def check_q(q: Any, request: Request) -> tuple[int, int]:
+    """The strides of q [tokens, num_qo_heads, head_dim_qk]. Rows of a prefill after its last
+    request are padding, which kernels neither read nor write."""
     batch = request.batch
     if batch.exact_rows:
-        check_decode_rows(q, batch.num_requests, max(batch.max_qo_len, 1))
-    # Rows of a prefill after its last request are padding, which kernels neither read nor write.
-    rows = max(q.shape[0], request.qo_tokens) if q.dim() > 0 else request.qo_tokens
-    wanted = (rows, options.num_qo_heads, options.head_dim_qk)
-    meaning = "[at least qo_indptr[-1], num_qo_heads, head_dim] as planned"
-    check.has_shape("q", q, wanted, meaning)
-    q_dtype = check.TORCH_DTYPES[options.q_dtype]
-    check.has_dtype("q", q, q_dtype, "q_data_type of plan, float16 unless given")
-    check.on_device("q", q, request.device)
-    check.rows("q", q)
-    return effective_strides(q)
+        check_decode_rows(check.tensor("q", q), batch.num_requests, max(batch.max_qo_len, 1))
+    return effective_strides(check.conforms("q", q, "", request.device, _sizes_of(request)))
 
 
 def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> None:
@@ -86,35 +97,20 @@ def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> N
         )
 
 
-def _check_ragged(name: str, value: Any, head_dim: int, request: Request) -> KvNumbers:
+def _check_ragged(name: str, value: Any, request: Request, known: dict[str, Any]) -> KvNumbers:
     """k or v: [tokens, num_kv_heads, head_dim], or [num_kv_heads, tokens, head_dim] with HND."""
-    check.tensor(name, value)
-    _check_dtype_and_device(name, value, request)
-    heads = request.options.num_kv_heads
-    nhd = request.kv_layout == "NHD"
-    order = "[tokens, num_kv_heads, head_dim]" if nhd else "[num_kv_heads, tokens, head_dim]"
-    check.has_dims(name, value, 3, order)
-    tokens = value.shape[0 if nhd else 1]
-    wanted = (tokens, heads, head_dim) if nhd else (heads, tokens, head_dim)
-    meaning = f"{order} as planned, kv_layout={request.kv_layout}"
-    swapped = (value.shape[1], heads, head_dim) if nhd else (heads, value.shape[0], head_dim)
-    meaning += _layout_hint(value, swapped, request)
-    check.has_shape(name, value, wanted, meaning)
-    if tokens < request.kv_tokens:
-        raise ValueError(
-            f"{name} has {tokens} tokens; the plan uses kv_indptr[-1] = {request.kv_tokens}"
-        )
-    check.rows(name, value)
+    value = check.conforms(name, value, "", request.device, known)
+    tokens = value.shape[0 if request.kv_layout == "NHD" else 1]
     return (0, *_token_first(effective_strides(value), request), 1, tokens)
 
 
-def _check_paged(cache: Any, request: Request) -> tuple[KvNumbers, KvNumbers, int]:
+def _check_paged(
+    cache: Any, request: Request, known: dict[str, Any]
+) -> tuple[KvNumbers, KvNumbers, int]:
     """A 5-D cache that holds both, or a pair of 4-D caches; one dimension fewer at page_size 1.
     Tells of K, of V, and where V begins in bytes."""
-    options = request.options
     names, apart = ("k_cache", "v_cache"), 0
     if isinstance(cache, torch.Tensor):
-        _check_dtype_and_device("paged_kv_cache", cache, request)
         short = request.page_size == 1 and cache.dim() == 4
         if (not short and cache.dim() != 5) or cache.shape[1] != 2:
             raise ValueError(
@@ -130,8 +126,8 @@ def _check_paged(cache: Any, request: Request) -> tuple[KvNumbers, KvNumbers, in
             f"{type(cache).__name__}"
         )
     k, v = kv_of(cache)
-    of_k = _check_pages(names[0], k, options.head_dim_qk, request)
-    of_v = _check_pages(names[1], v, options.head_dim_vo, request)
+    of_k = _check_pages(names[0], k, "k_cache", request, known)
+    of_v = _check_pages(names[1], v, "v_cache", request, known)
     # A page index in range for k must be in range for v, also if the indices are on the GPU.
     if k.shape[0] != v.shape[0]:
         raise ValueError(
@@ -141,36 +137,20 @@ def _check_paged(cache: Any, request: Request) -> tuple[KvNumbers, KvNumbers, in
     return of_k, of_v, apart
 
 
-def _check_pages(name: str, value: Any, head_dim: int, request: Request) -> KvNumbers:
+def _check_pages(
+    name: str, value: Any, rule: str, request: Request, known: dict[str, Any]
+) -> KvNumbers:
     check.tensor(name, value)
-    _check_dtype_and_device(name, value, request)
-    nhd = request.kv_layout == "NHD"
     if request.page_size == 1 and value.dim() == 3:
-        value = value.unsqueeze(1 if nhd else 2)
-    heads, page_size = request.options.num_kv_heads, request.page_size
-    pages = value.shape[0] if value.dim() > 0 else 0
-    wanted = (page_size, heads, head_dim) if nhd else (heads, page_size, head_dim)
-    meaning = f"{_cache_shape(request, 1)} as planned, {request.kv_layout}"
-    meaning += _layout_hint(value, (pages, *wanted), request)
-    check.has_shape(name, value, (pages, *wanted), meaning)
+        value = value.unsqueeze(1 if request.kv_layout == "NHD" else 2)
+    pages = check.conforms(name, value, rule, request.device, known).shape[0]
     if request.largest_page >= pages:
         raise ValueError(
             f"paged_kv_indices holds {request.largest_page}; {name} has {pages} pages, so an "
             f"index must be less than {pages}"
         )
-    check.rows(name, value)
     page, *inner = effective_strides(value)
-    return (page, *_token_first(inner, request), pages, page_size)
-
-
-def _layout_hint(value: torch.Tensor, wanted: tuple[int, ...], request: Request) -> str:
-    """Returns the kv_layout to pass if k or v has the wanted shape with tokens and heads
-    exchanged; else ""."""
-    other = "HND" if request.kv_layout == "NHD" else "NHD"
-    *first, tokens, heads, head_dim = wanted
-    if tokens == heads or tuple(value.shape) != (*first, heads, tokens, head_dim):
-        return ""
-    return f"; the shape fits {other}: construct the wrapper with kv_layout={other!r}"
+    return (page, *_token_first(inner, request), pages, request.page_size)
 
 
 def _token_first(strides: Sequence[int], request: Request) -> Sequence[int]:
@@ -183,28 +163,6 @@ def _cache_shape(request: Request, planes: int) -> str:
     return f"[max_num_pages, {'2, ' if planes == 2 else ''}{inner}, head_dim]"
 
 
-def _check_dtype_and_device(name: str, value: torch.Tensor, request: Request) -> None:
-    kv_dtype = check.TORCH_DTYPES[request.options.kv_dtype]
-    check.has_dtype(name, value, kv_dtype, "kv_data_type, which is q's dtype unless given")
-    check.on_device(name, value, request.device)
-
-
-def _check_lse(
-    lse: torch.Tensor, layout: str, tokens: int, request: Request
-) -> tuple[int, int, int]:
-    """The strides of [token, head] in lse, which is float32, and the values of each."""
-    check.tensor("lse", lse)
-    shape, order = lse_shape(layout, tokens, request), _LSE_ORDERS[layout]
-    check.has_shape("lse", lse, shape, f"{order} for lse_layout={layout!r}")
-    check.has_dtype("lse", lse, torch.float32, check.WHY_FLOAT32)
-    check.on_device("lse", lse, request.device)
-    check.not_overlapping("lse", lse)
-    first, second = lse.stride()[:2]
-    if layout == "HN":
-        return (second, first, 1)
-    return (first, second, 2 if layout == "STATS" else 1)
-
-
 def check_per_head(
     given: PerHead,
     options: _core.AttentionOptions,
@@ -213,32 +171,21 @@ def check_per_head(
 ) -> None:
     """Asked for every run: the addresses of these tensors are all that a launch gets. q_given: of
     queries that the run converts."""
-    for name, value, tensor in zip(given._fields, given, PER_HEAD, strict=True):
+    for name, value in zip(given._fields, given, strict=True):
         if value is None:
             continue
-        if tensor.of is not None:
+        of = PER_HEAD_OPERANDS.get(name)
+        if of is not None:
             dtype = check.TORCH_DTYPES[options.kv_dtype]
-            if tensor.of == "q":
+            if of == "q":
                 dtype = q_given or check.TORCH_DTYPES[options.q_dtype]
             if dtype not in check.FP8_DTYPES:
                 raise ValueError(
-                    f"{name}: only an fp8 tensor has a factor for each head, and {tensor.of} is "
-                    f"{dtype}; leave it None, and pass one factor as {tensor.of}_scale"
+                    f"{name}: only an fp8 tensor has a factor for each head, and {of} is {dtype}; "
+                    f"leave it None, and pass one factor as {of}_scale"
                 )
         check.forward_only(**{name: value})
-        check.tensor(name, value)
-        check.has_dtype(name, value, torch.float32, tensor.why_float32)
-        shape = (getattr(options, tensor.heads),)
-        check.has_shape(name, value, shape, f"[{tensor.heads}], {tensor.element}")
-        check.on_device(name, value, device)
-        check.contiguous(name, value)
-
-
-_LSE_ORDERS = {
-    "NH": "[tokens, num_qo_heads]",
-    "HN": "[num_qo_heads, tokens]",
-    "STATS": "[tokens, num_qo_heads, 2]",
-}
+        check.conforms(name, value, "", device, sizes_of(options))
 
 
 def lse_shape(layout: str, tokens: int, request: Request) -> tuple[int, ...]:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import _core
-
-# The checks of all three modules go by one name, `check`.
 from .recording import (  # noqa: F401
     TORCH,
     eager,
@@ -28,28 +26,23 @@ from .recording import (  # noqa: F401
     traced,
     written,
 )
+
+# The checks of all three modules go by one name, `check`.
+from .rules import RANGES
 from .tensor_checks import (  # noqa: F401
     ALIGNMENT,
-    WHY_FLOAT32,
     address,
     apart,
     bytes_reached,
-    contiguous,
+    conforms,
     contiguous_rows,
     digits_of,
-    has_dims,
-    has_dtype,
-    has_shape,
-    index_array,
-    integers,
+    has_form,
     is_tensor,
     kind_of,
     not_overlapping,
     on_cpu_or,
     on_device,
-    output,
-    page_table,
-    rows,
     start_of,
     tensor,
 )
@@ -126,7 +119,7 @@ def flag(name: str, value: Any) -> bool:
 
 def window_left(name: str, value: Any) -> int:
     """-1: no window. A window wider than the longest possible request is cut to that."""
-    return min(integer(name, value, at_least=-1), LARGEST_WINDOW)
+    return min(size(name, value, "window_left"), LARGEST_WINDOW)
 
 
 def plain(value: Any) -> Any:
@@ -135,7 +128,12 @@ def plain(value: Any) -> Any:
     return value.item() if is_numpy_scalar else value
 
 
-def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -> int:
+def size(name: str, value: Any, row: str = "") -> int:
+    """An integer in its range: a row of [range] in options.toml, by default that of its name."""
+    return integer(name, value, *RANGES[row or name])
+
+
+def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
     if type(value) is not int:
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError(f"{name} must be an integer; got bool")
@@ -150,13 +148,9 @@ def integer(name: str, value: Any, *, at_least: int, at_most: int = 2**31 - 1) -
     return value
 
 
-def positive(name: str, value: Any) -> int:
-    return integer(name, value, at_least=1)
-
-
 def split_size(name: str, value: Any) -> int:
     """-1, 0 and None all mean that the planner chooses."""
-    return 0 if value is None else max(integer(name, value, at_least=-1), 0)
+    return 0 if value is None else max(size(name, value, "fixed_split_size"), 0)
 
 
 def real(name: str, value: Any) -> float:

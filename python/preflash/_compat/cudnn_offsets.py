@@ -30,7 +30,7 @@ def to_tokens(
         lengths = getattr(a, lengths_name)
         if not isinstance(lengths, torch.Tensor) or width == 1:
             continue  # the checks of plan() say what is wrong
-        begins = check.index_array(name, getattr(a, name), device).cpu().to(torch.int64)
+        begins = check.conforms(name, getattr(a, name), "indptr", device).cpu().to(torch.int64)
         lengths = check.tensor(lengths_name, lengths).reshape(-1).cpu().to(torch.int64)
         fits = begins.numel() == lengths.numel() + 1 and begins.diff().equal(lengths * width)
         if fits and bool(lengths.any()) and int(begins[0]) % width == 0:

@@ -40,8 +40,8 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
             "int32 indices; leave it None"
         )
     kwargs = dict(jit_kwargs or {})
-    mode = check.integer(
-        "jit_kwargs['pos_encoding_mode']", kwargs.pop("pos_encoding_mode", 0), at_least=0, at_most=2
+    mode = check.size(
+        "jit_kwargs['pos_encoding_mode']", kwargs.pop("pos_encoding_mode", 0), "pos_encoding_mode"
     )
     for name in _KWARGS:
         check.permission(f"jit_kwargs[{name!r}]", kwargs.pop(name, None))
@@ -55,8 +55,8 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
         "q_data_type": check.dtype("jit_args[1]", given[1]),
         "kv_data_type": check.dtype("jit_args[2]", given[2]),
         "o_data_type": check.dtype("jit_args[3]", given[3]),
-        "head_dim_qk": check.positive("jit_args[5]", given[5]),
-        "head_dim_vo": check.positive("jit_args[6]", given[6]),
+        "head_dim_qk": check.size("jit_args[5]", given[5], "head_dim_qk"),
+        "head_dim_vo": check.size("jit_args[6]", given[6], "head_dim_vo"),
     }
 
 

@@ -14,17 +14,7 @@ from .._check.tensors import reaches_into
 
 def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
     """A workspace: contiguous, 16-byte aligned, of any dtype."""
-    buffer = check.tensor(name, value)
-    if device is not None:
-        check.on_device(name, buffer, device)
-    check.contiguous(name, buffer)
-    if buffer.data_ptr() % check.ALIGNMENT != 0:
-        raise ValueError(
-            f"{name} must be {check.ALIGNMENT}-byte aligned; it starts "
-            f"{buffer.data_ptr() % check.ALIGNMENT} bytes past a multiple of {check.ALIGNMENT}: "
-            "pass a buffer that was not sliced"
-        )
-    return buffer
+    return check.conforms(name, value, "workspace", device)
 
 
 def check_apart(**buffers: torch.Tensor) -> None:

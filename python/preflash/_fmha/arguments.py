@@ -13,7 +13,7 @@ from .. import _core
 from .._check import values as check
 from .._check.arguments import KvCache, PerHead
 from .._check.scales import Scales
-from .._check.tensors import check_per_head, kv_of, refuse_shared
+from .._check.tensors import check_per_head, kv_of, refuse_shared, sizes_of
 from .._device import backends
 from .._device.workspace import check_buffer
 
@@ -95,12 +95,10 @@ def checked(a: SimpleNamespace) -> FmhaCall:
         options = options.replace(disable_split=True)
     if a.out is not None:
         check.forward_only(out=a.out)  # rows that are converted do not go through a run
-        shape = (*operands.q.shape[:2], operands.head_dim_vo)
-        check.has_shape("out", a.out, shape, "[tokens, num_heads, head_dim of v]")
-        check.on_device("out", a.out, device)
-        if out_dtype == written:  # else it is copied there, which takes any strides
-            check.rows("out", a.out)
-        check.not_overlapping("out", a.out)
+        known = sizes_of(options) | {"rows of q": operands.q.shape[0]}
+        # An output that is converted is copied into, which takes any strides and dtype.
+        rule = "out" if out_dtype == written else "converted_out"
+        check.conforms("out", a.out, rule, device, known)
         refuse_shared("out", a.out, "workspace_buffer", workspace)
     if a.lse is not None:
         check.tensor("lse", a.lse)
@@ -145,7 +143,7 @@ def _options(
 
 
 def _chunk_size(value: Any, effective: bool) -> int:
-    size = check.integer("chunked_attention_size", value, at_least=0, at_most=2**30)
+    size = check.size("chunked_attention_size", value)
     if size & (size - 1):
         raise ValueError(f"chunked_attention_size={size}: must be a power of two")
     if effective and size == 0:
@@ -234,7 +232,7 @@ def _operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
     check.query_dtype("qkv", q.dtype)
     if mixed:
         check.kv_dtype("qkv", k.dtype, q.dtype)
-        check.has_dtype("qkv: v", v, k.dtype, "k's")
+        check.conforms("qkv: v", v, "v_like_k", known={"k_dtype": k.dtype})
     for name, part in (("k", k), ("v", v)):
         if part.dtype != q.dtype and not mixed:
             raise TypeError(f"qkv: {name} is {part.dtype} and q {q.dtype}; must be of one dtype")
@@ -257,37 +255,29 @@ def _operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
 def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
     check.one_of("input_layout", layout, LAYOUTS)
     if layout == "PACKED_QKV":
-        packed = check.tensor("qkv", qkv) if isinstance(qkv, torch.Tensor) else _wrong(layout, qkv)
-        _shaped("qkv", packed, 4, "[tokens, 3, num_heads, head_dim]", layout, planes=3)
-        q, k, v = packed.unbind(1)
+        if not isinstance(qkv, torch.Tensor):
+            _wrong(layout, qkv)
+        q, k, v = check.conforms("qkv", qkv, "packed_qkv").unbind(1)
         return q, (k, v)
     parts = qkv if isinstance(qkv, (tuple, list)) else _wrong(layout, qkv)
-    for part in parts:
-        if not isinstance(part, (tuple, list)):
-            check.tensor("qkv", part)
-    if layout == "CONTIGUOUS_Q_KV":
-        q, kv = parts if len(parts) == 2 else _wrong(layout, qkv)
-        check.is_tensor("qkv[1]", kv)
-        _shaped("qkv[1]", kv, 4, "[kv tokens, 2, num_kv_heads, head_dim]", layout, planes=2)
-        return _query(q), kv.unbind(1)
-    if layout == "SEPARATE_Q_K_V":
-        q, k, v = parts if len(parts) == 3 else _wrong(layout, qkv)
-        for name, part in (("qkv[1]", k), ("qkv[2]", v)):
-            check.is_tensor(name, part)
-            check.has_dims(name, part, 3, f"[kv tokens, num_kv_heads, head_dim] in {layout}")
-        return _query(q), (k, v)
-    if len(parts) == 3:
+    paged = "PAGED" in layout
+    if paged and len(parts) == 3:
         parts = (parts[0], tuple(parts[1:]))
-    q, kv = parts if len(parts) == 2 else _wrong(layout, parts)
-    _query(q)
-    inner = "page_size, num_kv_heads" if layout.endswith("NHD") else "num_kv_heads, page_size"
-    if not isinstance(kv, (tuple, list)):
-        _shaped("qkv[1]", kv, 5, f"[pages, 2, {inner}, head_dim]", layout, planes=2)
-        return q, kv
-    k, v = kv if len(kv) == 2 else _wrong(layout, parts)
-    wanted = f"[pages, {inner}, head_dim] with input_layout={layout!r}"
+    if len(parts) != (3 if layout == "SEPARATE_Q_K_V" else 2):
+        _wrong(layout, parts)
+    q, *kv = parts
+    check.conforms("qkv[0]", q, "dense_q")
+    known = {"kv_layout": layout[-3:]}
+    if layout == "SEPARATE_Q_K_V":
+        k, v = (check.conforms(f"qkv[{i}]", x, "dense_kv") for i, x in enumerate(kv, 1))
+        return q, (k, v)
+    if layout == "CONTIGUOUS_Q_KV":
+        return q, check.conforms("qkv[1]", *kv, "packed_kv").unbind(1)
+    if not isinstance(kv[0], (tuple, list)):
+        return q, check.conforms("qkv[1]", *kv, "packed_pages", known=known)
+    k, v = kv[0] if len(kv[0]) == 2 else _wrong(layout, parts)
     for name, pool in (("k", k), ("v", v)):
-        check.has_dims(f"qkv: {name}", check.tensor(name, pool), 4, wanted)
+        check.conforms(f"qkv: {name}", check.tensor(name, pool), "pool", known=known)
     return q, (k, v)
 
 
@@ -305,17 +295,3 @@ def _wrong(layout: str, qkv: Any) -> Any:
     if isinstance(qkv, (tuple, list)):
         got += f" of {len(qkv)}"
     raise TypeError(f"qkv must be {LAYOUTS[layout]} with input_layout={layout!r}; got {got}")
-
-
-def _shaped(name: str, t: torch.Tensor, dims: int, shape: str, layout: str, planes: int) -> None:
-    """Checks a packed tensor. planes: the size of dimension 1, 3 for q, k and v, 2 for k and v."""
-    if t.dim() != dims or t.shape[1] != planes:
-        raise ValueError(
-            f"{name} has shape {tuple(t.shape)}; must be {shape} with input_layout={layout!r}"
-        )
-
-
-def _query(q: Any) -> torch.Tensor:
-    check.is_tensor("qkv[0]", q)
-    check.has_dims("qkv[0]", q, 3, "[tokens, num_heads, head_dim]")
-    return q

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from .. import _core
 from .._check import values as check
 from .._check.arguments import GivenScales
+from .._check.rules import TENSORS
 from .._check.scales import folded_scales
 from .._check.tensors import refuse_shared
 from .._device import backends
@@ -85,23 +86,21 @@ def attend(a: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _check_tensors(a: SimpleNamespace) -> None:
-    q, shape = check.tensor("q", a.q), "[tokens, num_kv_heads, head_dim] without block_tables"
-    check.has_dims("q", q, 3, "[tokens, num_qo_heads, head_dim]")
+    q = check.conforms("q", a.q, "aligned_q")
     check.query_dtype("q", q.dtype)
-    check.rows("q", q)
-    if a.block_tables is not None:
-        shape = "[pages, num_kv_heads, page_size, head_dim] with block_tables"
-    for name in ("k_cache", "v_cache"):
-        value = check.tensor(name, getattr(a, name))
-        check.on_device(name, value, q.device)
-        check.has_dims(name, value, shape.count(",") + 1, shape)
+    rule = "dense_kv" if a.block_tables is None else "cudnn_pages"
+    k, v = (
+        check.conforms(name, getattr(a, name), rule, q.device) for name in ("k_cache", "v_cache")
+    )
+    for name, value in (("k_cache", k), ("v_cache", v)):
         check.kv_dtype(name, value.dtype, q.dtype)
-    k, v = a.k_cache, a.v_cache
     fits = k.shape[-1] == q.shape[2] and k.shape[1] == v.shape[1]
     if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        row = TENSORS[rule]
         raise ValueError(
             f"q has shape {tuple(q.shape)}, k_cache {tuple(k.shape)} and v_cache {tuple(v.shape)}; "
-            f"must be {shape}, k_cache of q's head_dim, with one number of heads that divides q's"
+            f"must be [{', '.join(row.shape)}] {row.note}, k_cache of q's head_dim, with one "
+            "number of heads that divides q's"
         )
     if a.block_tables is not None:  # pages have no offsets
         check.absent(batch_offsets_k=a.batch_offsets_k, batch_offsets_v=a.batch_offsets_v)
@@ -131,13 +130,13 @@ def _read_arrays(a: SimpleNamespace) -> None:
         if name != "block_tables":
             if value.numel() == value.shape[:1].numel():
                 value = value.reshape(-1)  # callers of cuDNN write [n, 1, 1, 1]
-            check.index_array(name, value, a.q.device, (torch.int32, torch.int64))
+            check.conforms(name, value, "wide_offsets", a.q.device)
             setattr(a, name, value.to("cpu" if a.on_host else a.q.device, torch.int64))
 
 
 def _lengths(a: SimpleNamespace, name: str, offsets: str, bound: str) -> torch.Tensor:
     """[batch_size]: the lengths, or the differences of offsets in tokens."""
-    value, longest = getattr(a, name), check.integer(bound, getattr(a, bound), at_least=0)
+    value, longest = getattr(a, name), check.size(bound, getattr(a, bound))
     if value is None:
         if getattr(a, offsets) is None or a.batch_offsets_units != "tokens":
             only = f"if {offsets} holds batch_size + 1 tokens (batch_offsets_units='tokens')"
@@ -152,15 +151,15 @@ def _lengths(a: SimpleNamespace, name: str, offsets: str, bound: str) -> torch.T
 def _check_outputs(a: SimpleNamespace, o_dtype: torch.dtype, lse_shape: tuple[int, ...]) -> None:
     q, read = a.q, ("k_cache", "v_cache", "workspace_buffer")
     if a.out is not None:
-        shape = (*q.shape[:2], a.v_cache.shape[-1])
-        check.output(a.out, shape, "[rows of q, num_qo_heads, head_dim_vo]", o_dtype, q.device)
+        dims = ("rows of q", "num_qo_heads", "head_dim_vo", "o_dtype")
+        known = dict(zip(dims, (*q.shape[:2], a.v_cache.shape[-1], o_dtype), strict=True))
+        check.conforms("out", a.out, "", q.device, known)
     if a.lse is not None:
-        check.has_dtype("lse", check.tensor("lse", a.lse), torch.float32, check.WHY_FLOAT32)
-        check.on_device("lse", a.lse, q.device)
-        if a.batch_offsets_stats is None or a.lse.shape != q.shape[:2]:
-            shape = "[batch_size, max_token_per_sequence, num_qo_heads]"
-            check.has_shape("lse", a.lse, lse_shape, shape)
-        check.contiguous("lse", a.lse)
+        packed = a.batch_offsets_stats is not None and check.tensor("lse", a.lse).dim() == 2
+        rule = "lse_packed" if packed else "lse_padded"
+        dims = ("rows of q", "num_qo_heads", "batch_size", "max_token_per_sequence")
+        known = dict(zip(dims, (*q.shape[:2], *lse_shape[:2]), strict=True))
+        check.conforms("lse", a.lse, rule, q.device, known)
     for name, others in (("out", read), ("lse", (*read, "q", "out"))):
         for other in others if getattr(a, name) is not None else ():
             if getattr(a, other) is not None:

@@ -60,10 +60,7 @@ def paged_by_tables(
     which one of the pools is then moved; to find it tables on the GPU are waited for."""
     cache, layout = paged(name, kv_cache, kv_layout)
     shared = check.flag("uses_shared_paged_kv_idx", shared)
-    check.is_tensor("block_tables", block_tables)
-    shape = "[batch_size, pages]" if shared else "[batch_size, 2, pages]"
-    wanted = f"{shape} with uses_shared_paged_kv_idx={shared}"
-    check.has_dims("block_tables", block_tables, 2 if shared else 3, wanted)
+    check.conforms("block_tables", block_tables, "shared_tables" if shared else "tables_of_k_and_v")
     if shared:
         return cache, layout, block_tables
     if block_tables.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -119,7 +116,7 @@ def check_one_after_the_other(name: str, offsets: Any, begins: torch.Tensor, of_
 
     begins: [batch_size + 1], their rows. of_row: elements from one row to the next."""
     offsets = check.tensor(name, offsets).reshape(-1)
-    offsets = check.index_array(name, offsets, begins.device, (torch.int32, torch.int64))
+    check.conforms(name, offsets, "wide_offsets", begins.device)
     count = begins.numel() - 1
     if offsets.numel() not in (count, count + 1):
         raise ValueError(f"{name} has {offsets.numel()} elements; must have {count} or {count + 1}")

@@ -45,21 +45,24 @@ class FmhaLengths(NamedTuple):
 def checked(call: FmhaCall) -> FmhaLengths:
     a, operands = call.given, call.operands
     device, paged = operands.q.device, operands.page_size > 0
-    batch_size = check.integer("batch_size", a.batch_size, at_least=0)
-    max_q_len = check.integer("max_q_len", a.max_q_len, at_least=0, at_most=2**30)
-    max_kv_len = check.integer("max_kv_len", a.max_kv_len, at_least=0, at_most=2**30)
-    kv_lens = _array("seq_lens", a.seq_lens, batch_size, "batch_size", device)
-    qo_indptr = _array("cum_seq_lens_q", a.cum_seq_lens_q, batch_size + 1, "batch_size + 1", device)
-    kv_indptr = a.cum_seq_lens_kv
-    if kv_indptr is not None or not paged:
-        kv_indptr = _array("cum_seq_lens_kv", kv_indptr, batch_size + 1, "batch_size + 1", device)
-    arrays = (qo_indptr, kv_indptr, kv_lens)
+    batch_size = check.size("batch_size", a.batch_size)
+    max_q_len = check.size("max_q_len", a.max_q_len)
+    max_kv_len = check.size("max_kv_len", a.max_kv_len)
+    known = {"batch_size": batch_size, "batch_size + 1": batch_size + 1}
+    names = {"seq_lens": "lengths", "cum_seq_lens_q": "indptr", "cum_seq_lens_kv": "indptr"}
+    if paged and a.cum_seq_lens_kv is None:
+        del names["cum_seq_lens_kv"]
+    kv_lens, qo_indptr, *kv_indptr = (
+        check.conforms(name, getattr(a, name), rule, device, known).contiguous()
+        for name, rule in names.items()
+    )
+    arrays = (qo_indptr, kv_indptr[0] if kv_indptr else None, kv_lens)
     lengths = FmhaLengths(*arrays, None, batch_size, max_q_len, max_kv_len, operands.page_size)
     if paged:
         tables = _tables_of_k(a.block_tables, operands, kv_lens)
         if tables is None:
             raise ValueError("block_tables=None: must be given where k and v are in pages")
-        table = check.page_table("block_tables", tables, (batch_size, 0), device)
+        table = check.conforms("block_tables", tables, "page_table", device, known)
         lengths = lengths._replace(pages=table[:, : lengths.pages_each])
     elif a.block_tables is not None:
         raise ValueError(
@@ -76,13 +79,6 @@ def checked(call: FmhaCall) -> FmhaLengths:
             if array is not None and array.is_cpu:
                 lengths = lengths._replace(**{name: sent(array, device)})
     return lengths
-
-
-def _array(name: str, value: Any, numel: int, meaning: str, device: torch.device) -> torch.Tensor:
-    value = check.index_array(name, value, device)
-    if value.numel() != numel:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [{meaning}] = [{numel}]")
-    return value.contiguous()
 
 
 def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -> Any:

@@ -89,12 +89,8 @@ def check_rows(mask: torch.Tensor | None, rows: tuple[int, int]) -> None:
     """The mask of a single request may have any shape but that of another matrix, whose rows would
     be wrong when read flat."""
     if isinstance(mask, torch.Tensor) and check.tensor("custom_mask", mask).dim() == 2:
-        check.has_shape(
-            "custom_mask",
-            mask,
-            rows,
-            "[qo_len, kv_len], True keeps (a longer buffer is taken flat: flatten())",
-        )
+        known = dict(zip(("qo_len", "kv_len"), rows, strict=True))
+        check.conforms("custom_mask", mask, "single_mask", known=known)
 
 
 def check_mask_device(mask: torch.Tensor, device: torch.device) -> None:
@@ -189,7 +185,7 @@ def check_alone(a: Any) -> None:
     for name in _ALONE:
         value = getattr(a, name)
         if name == "token_pos_in_items_len" and value is not None:
-            value = check.integer(name, value, at_least=0) or None
+            value = check.size(name, value) or None
         if value is not None:
             raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
 
@@ -199,7 +195,7 @@ def _mask_of_items(a: Any, batch: _core.Batch, device: torch.device) -> torch.Te
     for name in ("custom_mask", "packed_custom_mask"):
         if getattr(a, name) is not None:
             raise ValueError(f"{name} is given with prefix_len_ptr, which is another mask")
-    each = check.integer("token_pos_in_items_len", a.token_pos_in_items_len, at_least=0)
+    each = check.size("token_pos_in_items_len", a.token_pos_in_items_len)
     requests = batch.num_requests
     prefix = _integers("prefix_len_ptr", a.prefix_len_ptr, requests, device)
     if a.max_item_len_ptr is not None:
@@ -223,7 +219,7 @@ def _mask_of_items(a: Any, batch: _core.Batch, device: torch.device) -> torch.Te
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
     """Returns at least `count` integers, flat, as int64 on the device."""
-    value = check.integers(name, check.tensor(name, value), device)
+    value = check.conforms(name, value, "hints", device)
     if value.numel() < count:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {count} elements")
     return value.reshape(-1).to(device).to(torch.int64)

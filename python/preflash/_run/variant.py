@@ -36,8 +36,7 @@ class SegmentRun(NamedTuple):
 
 def converted_query(q: torch.Tensor, request: Request) -> torch.Tensor:
     """q in the dtype that kernels read. Exact: float8_e5m2 has fewer bits of either kind."""
-    check.tensor("q", q)
-    check.has_dtype("q", q, request.q_given, "q_data_type of plan")
+    check.conforms("q", q, "converted_q", known={"q_given": request.q_given})
     check.forward_only(q=q)
     return q.to(check.TORCH_DTYPES[request.options.q_dtype])
 

@@ -168,7 +168,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             if isinstance(q_len, torch.Tensor) and on_host is None:
                 q_len, on_host = 1, q_len
             indptr = indptr if on_host is None else on_host
-        q_len = 1 if q_len is None else check.positive("q_len_per_req", q_len)
+        q_len = 1 if q_len is None else check.size("q_len_per_req", q_len)
         qo_indptr = _one_query_each(a.last_page_len)
         if q_len > 1:
             qo_indptr = qo_indptr * q_len
@@ -254,7 +254,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         if q_len_per_req is None:
             asked = planned if a is None else a.q_len_per_req or 1
         else:
-            asked = check.positive("q_len_per_req", q_len_per_req)
+            asked = check.size("q_len_per_req", q_len_per_req)
         if asked == planned:
             return
         if self._graph is not None or a is None:

@@ -73,7 +73,9 @@ def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> Graph
     indices = last_page_len = mask_indptr = mask = None
     if _INDICES in given:
         kv_indptr = _buffer("paged_kv_indptr_buf", given, device, numel=batch_size + 1)
-        indices = _buffer(_INDICES, given, device, dims=(1, 2))  # or a block table
+        is_table = isinstance(given[_INDICES], torch.Tensor) and given[_INDICES].dim() == 2
+        rule = "plan_table" if is_table else "plan_buffer"
+        indices = _buffer(_INDICES, given, device, rule)
         last_page_len = _buffer(_LAST_PAGE_LEN, given, device, numel=batch_size)
     else:
         kv_indptr = _buffer("kv_indptr_buf", given, device, numel=batch_size + 1)
@@ -91,12 +93,7 @@ def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> Graph
                 f"{batch_size + 1}, as qo_indptr_buf has"
             )
     if given[_MASK] is not None:
-        mask = _buffer(_MASK, given, device, torch.uint8)
-        if mask.data_ptr() % check.ALIGNMENT != 0:
-            raise ValueError(
-                f"{_MASK} starts {mask.data_ptr() % check.ALIGNMENT} bytes past a multiple of "
-                f"{check.ALIGNMENT}; pass a buffer that was not sliced"
-            )
+        mask = _buffer(_MASK, given, device, "mask_buffer")
     # Buffers that kernels read at run time must share no memory with others.
     memory = {**given, "float_workspace_buffer": workspace}
     for read in (_INDICES, _MASK):
@@ -110,9 +107,8 @@ def _buffer(
     name: str,
     given: dict[str, Any],
     device: torch.device,
-    dtype: torch.dtype = torch.int32,
+    rule: str = "plan_buffer",
     numel: int | None = None,
-    dims: tuple[int, ...] = (1,),
 ) -> torch.Tensor:
     value = given[name]
     if value is None:
@@ -120,14 +116,7 @@ def _buffer(
             f"{name}=None with use_cuda_graph=True: plan() keeps its arrays in buffers of the "
             "caller, where a captured run finds them; pass one"
         )
-    value = check.tensor(name, value)
-    check.has_dtype(name, value, dtype, "a buffer of plan()")
-    check.on_device(name, value, device)
-    if value.dim() not in dims or not value.is_contiguous():
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)} and strides {tuple(value.stride())}; must be "
-            "one-dimensional and contiguous"
-        )
+    value = check.conforms(name, value, rule, device)
     if numel is not None and value.numel() != numel:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have {numel}: the batch size, which is "

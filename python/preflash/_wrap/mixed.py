@@ -89,13 +89,12 @@ class BatchAttention(OverPages):
         A CUDA graph replays the plan that it captured.
         """
         check.neutral("use_profiler", use_profiler, False)
-        page = check.integer("page_size", page_size, at_least=1)
+        page = check.size("page_size", page_size)
         is_table = isinstance(kv_indices, torch.Tensor) and kv_indices.dim() == 2
         if not is_table:
-            check.index_array("kv_indices", kv_indices, self.device)
-        at = check.index_array("kv_indptr", kv_indptr, self.device).cpu()
-        integers = (torch.int32, torch.int64)
-        lengths = check.index_array("kv_len_arr", kv_len_arr, self.device, integers).cpu()
+            check.conforms("kv_indices", kv_indices, "pages", self.device)
+        at = check.conforms("kv_indptr", kv_indptr, "indptr", self.device).cpu()
+        lengths = check.conforms("kv_len_arr", kv_len_arr, "wide_lengths", self.device).cpu()
         if at.numel() != lengths.numel() + 1:
             raise ValueError(
                 f"kv_indptr has {at.numel()} elements and kv_len_arr {lengths.numel()}; must have "

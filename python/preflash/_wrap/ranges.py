@@ -120,8 +120,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             "q_data_type": q_dtype,
             "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
             "o_data_type": check.output_dtype("o_data_type", o_data_type, q_dtype),
-            "head_dim_qk": check.positive("head_dim_qk", head_dim_qk),
-            "head_dim_vo": check.positive("head_dim_vo", head_dim_vo),
+            "head_dim_qk": check.size("head_dim_qk", head_dim_qk),
+            "head_dim_vo": check.size("head_dim_vo", head_dim_vo),
         }
         self._plan_given: PagedPlanArguments | None = None
         self._masked: dict[tuple[int, int], _Masked] = {}
@@ -259,16 +259,13 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         Raises RuntimeError, too: the stream is being captured.
         """
         check.one_cache((bidirectional_ranges,))
-        ranges = check.tensor("bidirectional_ranges", bidirectional_ranges)
-        check.has_dtype("bidirectional_ranges", ranges, torch.int32, "positions of keys")
-        check.has_shape(
-            "bidirectional_ranges", ranges, (check.is_tensor("q", q).shape[0], 2), "[rows of q, 2]"
+        known = {"rows of q": check.is_tensor("q", q).shape[0]}
+        ranges = check.conforms(
+            "bidirectional_ranges", bidirectional_ranges, "ranges", q.device, known
         )
-        check.on_device("bidirectional_ranges", ranges, q.device)
-        check.contiguous("bidirectional_ranges", ranges)
         windows = (
-            max(check.integer("causal_window_left", causal_window_left, at_least=-(2**31)), -1),
-            max(check.integer("range_window_left", range_window_left, at_least=-(2**31)), 0),
+            max(check.size("causal_window_left", causal_window_left), -1),
+            max(check.size("range_window_left", range_window_left), 0),
         )
         return self._with_mask(ranges, windows).run(
             q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,

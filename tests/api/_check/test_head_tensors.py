@@ -5,7 +5,8 @@ import pytest
 import torch
 from preflash import _core
 from preflash._check import values as check
-from preflash._check.arguments import PER_HEAD, PerHead
+from preflash._check.arguments import PER_HEAD_OPERANDS, PerHead
+from preflash._check.rules import TENSORS
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 4}
 
@@ -23,13 +24,13 @@ def test_the_binding_takes_no_others():
 @pytest.mark.parametrize("name", PerHead._fields)
 def test_a_launch_knows_how_many_heads_they_have(name):
     """The last of them may not lie in the output, and what is behind it may."""
-    tensor = getattr(PER_HEAD, name)
-    dtype = torch.float16 if tensor.of is None else torch.float8_e4m3fn
+    scaled = name in PER_HEAD_OPERANDS
+    dtype = torch.float8_e4m3fn if scaled else torch.float16
     num_qo_heads, num_kv_heads = HEADS.values()
     q = torch.zeros(3, num_qo_heads, 64).to(dtype)
     k, v = (torch.zeros(5, num_kv_heads, 64).to(dtype) for _ in range(2))
-    options = {} if tensor.of is None else {"o_dtype": torch.float16}
-    count = HEADS[tensor.heads]
+    options = {"o_dtype": torch.float16} if scaled else {}
+    count = HEADS[TENSORS[name].shape[0]]
     # As many float32 as heads, and the output from the last of them on or from behind it.
     memory = torch.ones(64 + 3 * num_qo_heads * 64, dtype=torch.float16)
     begin = 32 - 2 * count

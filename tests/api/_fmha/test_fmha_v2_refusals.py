@@ -115,7 +115,12 @@ MISTAKES = [
         "workspace_buf",
     ),
     Mistake("batch_size negative", SEPARATE, put(batch_size=-1), "batch_size=-1"),
-    Mistake("batch_size too small", SEPARATE, put(batch_size=3), r"seq_lens has shape.*\[3\]"),
+    Mistake(
+        "batch_size too small",
+        SEPARATE,
+        put(batch_size=3),
+        r"seq_lens has shape.*\(3,\)",
+    ),
     Mistake("batch_size no int", SEPARATE, put(batch_size=4.0), "batch_size", TypeError),
     Mistake(
         "seq_lens in int64",

@@ -181,7 +181,11 @@ def test_refusals(target, monkeypatch):
 
     refuse(ValueError, r"paged_kv_indices has shape \(3, 10\)", table[:3])
     refuse(ValueError, r"paged_kv_indices has shape \(4, 6\)", table[:, :6])
-    refuse(ValueError, "rows of a block table must be contiguous", table.t().contiguous().t())
+    refuse(
+        ValueError,
+        "stride 4 in its last dimension; must be contiguous",
+        table.t().contiguous().t(),
+    )
     refuse(TypeError, "paged_kv_indices is torch.int64", table.long())
     table[2, 0] = -1
     refuse(ValueError, "paged_kv_indices holds -1", table.cpu())

@@ -39,7 +39,7 @@ BAD_BUFFERS = {
     ),
     "strided": (
         lambda b: b.update(paged_kv_indices_buf=b["paged_kv_indices_buf"][::2]),
-        "paged_kv_indices_buf has shape .* contiguous",
+        "paged_kv_indices_buf has strides .* contiguous",
     ),
     "elsewhere": (
         lambda b: b.update(qo_indptr_buf=b["qo_indptr_buf"].to("meta")),
