@@ -1,0 +1,234 @@
+"""Wrappers of one attention group: one for eager steps, one for each captured shape of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from .layers import CacheForm, LayerForm
+
+Wrappers = dict[LayerForm, Any]
+
+_WORKSPACE_BYTES = 128 << 20
+
+
+class Step(NamedTuple):
+    """Index arrays of one step of the engine. Arrays of the host end in _cpu."""
+
+    qo_indptr_cpu: torch.Tensor  # int32 [num_reqs + 1]
+    kv_bounds_cpu: np.ndarray  # int32 [num_reqs], upper bounds of seq_lens
+    seq_lens: torch.Tensor  # int32 [num_reqs], on the device
+    block_table: torch.Tensor  # int32 [num_reqs, max_blocks], on the device
+    num_tokens: int  # with padding
+    causal: bool
+
+    @property
+    def key(self) -> tuple:
+        """Key of a captured shape. A graph reads seq_lens and the block table at the addresses of
+        its capture, so that a step with others cannot be its replay."""
+        return (
+            len(self.kv_bounds_cpu),
+            self.num_tokens,
+            self.causal,
+            self.seq_lens.data_ptr(),
+            self.block_table.data_ptr(),
+        )
+
+
+class PageArrays:
+    """paged_kv_indptr and paged_kv_last_page_len of batches of one size, reused in every step."""
+
+    def __init__(self, num_reqs: int) -> None:
+        self.indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
+        self.last_page_len = torch.empty(num_reqs, dtype=torch.int32, device="cpu")
+        self._indptr, self._last = self.indptr.numpy(), self.last_page_len.numpy()
+
+    def fill(self, lengths: np.ndarray, page_size: int) -> None:
+        """Writes the arrays of requests of these lengths, int32 [num_reqs]."""
+        pages = (lengths + (page_size - 1)) // page_size
+        np.cumsum(pages, dtype=np.int32, out=self._indptr[1:])
+        np.remainder(lengths - 1, page_size, out=self._last)
+        self._last += 1
+
+
+class PagedPlans:
+    """Plans over a paged cache, of every form that the layers of a group have.
+
+    Args:
+        cache: the options that all forms share.
+        forms: of the group's layers.
+        page_size: tokens in a block of the block table.
+        exact_windows: the bounds in Step.kv_bounds_cpu are the numbers of keys. preflash splits the
+            keys of a window only if it knows their number when it plans.
+        own_workspace: the group's launches may overlap with those of others.
+    """
+
+    def __init__(
+        self,
+        cache: CacheForm,
+        forms: Iterable[LayerForm],
+        page_size: int,
+        device: torch.device,
+        *,
+        exact_windows: bool,
+        own_workspace: bool,
+    ) -> None:
+        self._cache, self._forms = cache, tuple(forms)
+        self._page_size, self._device = page_size, device
+        self._exact_windows, self._own_workspace = exact_windows, own_workspace
+        self._arrays: dict[int, PageArrays] = {}
+        self._eager: dict[bool, Wrappers] = {}
+        self._captured: dict[tuple, Wrappers] = {}
+
+    def plan(self, step: Step, for_capture: bool = False) -> Wrappers:
+        """Plans a step once for each form. Does not wait for the device.
+
+        for_capture: a CUDA graph will record the runs; later steps of the same key plan for its
+        replay.
+        """
+        key = step.key
+        wrappers = self._captured.get(key)
+        if wrappers is None and for_capture:
+            wrappers = self._captured[key] = self._graph_wrappers(step)
+        if wrappers is None:
+            wrappers = self._eager.get(step.causal)
+        if wrappers is None:
+            wrappers = self._eager[step.causal] = {
+                form: BatchPrefillWithPagedKVCacheWrapper(self._workspace) for form in self._forms
+            }
+        arrays = self._page_arrays(step)
+        for form, wrapper in wrappers.items():
+            self._plan(wrapper, form, step, step.qo_indptr_cpu, arrays)
+        return wrappers
+
+    def _page_arrays(self, step: Step) -> PageArrays:
+        bounds = step.kv_bounds_cpu
+        arrays = self._arrays.get(len(bounds))
+        if arrays is None:
+            arrays = self._arrays[len(bounds)] = PageArrays(len(bounds))
+        # A bound over all requests may be more than one block table has room for.
+        arrays.fill(
+            np.minimum(bounds, step.block_table.shape[1] * self._page_size), self._page_size
+        )
+        return arrays
+
+    def _plan(
+        self, wrapper: Any, form: LayerForm, step: Step, qo_indptr: torch.Tensor, pages: PageArrays
+    ) -> None:
+        cache, windowed = self._cache, form.window_left >= 0
+        if windowed and not step.causal:
+            raise NotImplementedError(
+                "a sliding window without causal masking has two sides; preflash has windows to "
+                "the left only"
+            )
+        bounded = not (windowed and self._exact_windows)
+        # NOTE: only arrays may differ from call to call, or Python plans instead of C++.
+        wrapper.plan(
+            qo_indptr,
+            pages.indptr,
+            step.block_table,
+            pages.last_page_len,
+            form.num_qo_heads,
+            cache.num_kv_heads,
+            cache.head_dim,
+            self._page_size,
+            causal=step.causal,
+            sm_scale=form.sm_scale,
+            window_left=form.window_left,
+            logits_soft_cap=form.logits_soft_cap,
+            pos_encoding_mode=form.pos_encoding_mode,
+            q_data_type=cache.kv_dtype if form.fp8_queries else cache.o_dtype,
+            kv_data_type=cache.kv_dtype,
+            o_data_type=cache.o_dtype,
+            seq_lens=step.seq_lens if bounded else None,
+            lengths_are_upper_bounds=bounded,
+        )
+
+    def _graph_wrappers(self, step: Step) -> Wrappers:
+        """Wrappers for the replays of one graph, whose kernels have run once.
+
+        The first plan of a wrapper decides how many rows later plans may have: all tokens of the
+        step. Its requests have no keys, so that the run reads nothing of the cache.
+        """
+        num_reqs = len(step.kv_bounds_cpu)
+        rows = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
+        rows[-1] = step.num_tokens
+        no_keys = PageArrays(num_reqs)
+        no_keys.fill(np.zeros(num_reqs, np.int32), self._page_size)
+        wrappers = {}
+        for form in self._forms:
+            wrapper = wrappers[form] = self._graph_wrapper(step.block_table)
+            self._plan(wrapper, form, step, rows, no_keys)
+            self._run_once(wrapper, form, step.num_tokens)
+        return wrappers
+
+    def _graph_wrapper(self, table: torch.Tensor) -> BatchPrefillWithPagedKVCacheWrapper:
+        num_reqs, num_blocks = table.shape
+        buffer = functools.partial(torch.empty, dtype=torch.int32, device=self._device)
+        return BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            use_cuda_graph=True,
+            qo_indptr_buf=buffer(num_reqs + 1),
+            paged_kv_indptr_buf=buffer(num_reqs + 1),
+            # The engine's own table where possible: plan() copies another one in every step.
+            paged_kv_indices_buf=table if table.is_contiguous() else buffer(num_reqs, num_blocks),
+            paged_kv_last_page_len_buf=buffer(num_reqs),
+        )
+
+    def _run_once(self, wrapper: Any, form: LayerForm, num_tokens: int) -> None:
+        """Runs a plan of requests without keys, which loads its kernels."""
+        cache = self._cache
+        zeros = functools.partial(torch.zeros, dtype=cache.o_dtype, device=self._device)
+        q = zeros(num_tokens, form.num_qo_heads, cache.head_dim)
+        q = q.to(cache.kv_dtype) if form.fp8_queries else q
+        kv = zeros(2, 1, self._page_size, cache.num_kv_heads, cache.head_dim).to(cache.kv_dtype)
+        wrapper.run(q, tuple(kv))
+
+    @functools.cached_property
+    def _workspace(self) -> torch.Tensor:
+        make = new_workspace if self._own_workspace else shared_workspace
+        return make(self._device)
+
+
+class RaggedPlans:
+    """Plans of encoders, whose keys are those of the step and are in no cache."""
+
+    def __init__(self, cache: CacheForm, forms: Iterable[LayerForm], device: torch.device) -> None:
+        self._cache = cache
+        workspace = shared_workspace(device)
+        self._wrappers = {form: BatchPrefillWithRaggedKVCacheWrapper(workspace) for form in forms}
+
+    def plan(self, qo_indptr_cpu: torch.Tensor) -> Wrappers:
+        """Plans a step once for each form. qo_indptr_cpu: int32 [num_reqs + 1]."""
+        cache = self._cache
+        for form, wrapper in self._wrappers.items():
+            wrapper.plan(
+                qo_indptr_cpu,
+                qo_indptr_cpu,
+                form.num_qo_heads,
+                cache.num_kv_heads,
+                cache.head_dim,
+                causal=False,
+                sm_scale=form.sm_scale,
+                logits_soft_cap=form.logits_soft_cap,
+                pos_encoding_mode=form.pos_encoding_mode,
+                q_data_type=cache.o_dtype,
+            )
+        return self._wrappers
+
+
+def new_workspace(device: torch.device) -> torch.Tensor:
+    """Scratch memory for split-KV partial results; preflash needs no more for any batch."""
+    num_bytes = _WORKSPACE_BYTES if device.type == "cuda" else 8 << 20
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@functools.cache
+def shared_workspace(device: torch.device) -> torch.Tensor:
+    """The workspace of all groups whose launches follow each other on one stream."""
+    return new_workspace(device)

@@ -1,0 +1,585 @@
+"""PREFLASH of vLLM without vLLM: small stand-ins for the classes that it derives from.
+tests/engines runs it on vLLM's own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import pickle
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from preflash import _core
+from preflash.integrations import vllm as integration
+
+PAGE, D, HEADS, KV_HEADS = 16, 64, 4, 2
+REGISTRY = "vllm.v1.attention.backends.registry"
+OURS = tuple(f"preflash.integrations.vllm.{name}" for name in ("impl", "builder", "backend"))
+
+
+def add_modules(monkeypatch, modules):
+    """Puts modules and the packages above them into sys.modules."""
+    for name in modules:
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            package = types.ModuleType(".".join(parts[:i]))
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+    for name, values in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+# The name.
+
+
+def backends(with_register):
+    class AttentionBackendEnum(enum.Enum):
+        FLASH_ATTN = "somewhere.FlashAttention"
+        CUSTOM = None
+
+    if with_register:  # as in vLLM 0.33
+
+        def register(cls, name, value):
+            assert name not in cls._member_map_
+            member = object.__new__(cls)
+            member._name_, member._value_ = name, value
+            setattr(cls, name, member)
+            cls._member_map_[name] = cls._value2member_map_[value] = member
+            cls._member_names_.append(name)
+            return member
+
+        AttentionBackendEnum.register = classmethod(register)
+    return AttentionBackendEnum
+
+
+@pytest.mark.parametrize("with_register", [True, False])
+def test_the_name_in_the_enum(monkeypatch, with_register):
+    names = backends(with_register)
+    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": names}})
+    integration.load_plugin()
+    member = integration.register()
+    assert member is names["PREFLASH"] is names.PREFLASH is names(member.value)
+    assert [other.name for other in names] == ["FLASH_ATTN", "CUSTOM", "PREFLASH"]
+    assert member.value == "preflash.integrations.vllm.backend.PreflashBackend"
+
+
+def test_a_process_that_has_not_loaded_the_plugin_unpickles_the_name(monkeypatch):
+    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": backends(False)}})
+    pickled = pickle.dumps({"backend": integration.register()})
+    other = backends(False)
+    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": other}})
+    assert "PREFLASH" not in other.__members__
+    assert pickle.loads(pickled)["backend"] is other["PREFLASH"]
+
+
+def test_without_vllm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    integration.load_plugin()
+    assert "no attention backend PREFLASH in vLLM: " in capsys.readouterr().err
+    with pytest.raises(ImportError):
+        integration.register()
+
+
+# The backend.
+
+
+class Metadata(SimpleNamespace):
+    """CommonAttentionMetadata."""
+
+
+@pytest.fixture
+def vllm(monkeypatch, target):
+    """The backend's classes on stand-ins, for the target's device."""
+    monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
+
+    class AttentionBackend:
+        @classmethod
+        def validate_configuration(cls, **_):
+            return []
+
+    class AttentionImpl:
+        dcp_world_size = pcp_world_size = 1
+
+    class AttentionMetadataBuilder:
+        def __init__(self, *_):
+            pass
+
+        def __class_getitem__(cls, _):
+            return cls
+
+    class AttentionType(str, enum.Enum):
+        DECODER = "decoder"
+        ENCODER = "encoder"
+        ENCODER_ONLY = "encoder_only"
+        ENCODER_DECODER = "encoder_decoder"
+
+    class Platform:
+        sm90 = True
+
+        def is_device_capability_family(self, family):
+            return self.sm90 and family == 90
+
+    layers, platform = {}, Platform()
+    add_modules(
+        monkeypatch,
+        {
+            "vllm.config": {
+                "get_layers_from_vllm_config": lambda _config, _kind, names: {
+                    name: layers[name] for name in names
+                }
+            },
+            "vllm.platforms": {"current_platform": platform},
+            "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
+            "vllm.v1.attention.backend": {
+                "AttentionBackend": AttentionBackend,
+                "AttentionImpl": AttentionImpl,
+                "AttentionType": AttentionType,
+                "AttentionCGSupport": enum.Enum("AttentionCGSupport", "NEVER ALWAYS"),
+                "AttentionMetadata": object,
+                "AttentionMetadataBuilder": AttentionMetadataBuilder,
+                "CommonAttentionMetadata": Metadata,
+                "MultipleOf": int,
+            },
+            "vllm.v1.kv_cache_interface": {
+                "EncoderOnlyAttentionSpec": type("EncoderOnlyAttentionSpec", (), {})
+            },
+        },
+    )
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    backend = importlib.import_module(OURS[-1]).PreflashBackend
+    yield SimpleNamespace(backend=backend, layers=layers, platform=platform, device=target.device)
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+@dataclasses.dataclass
+class Request:
+    """One request of a step. The new tokens are the last ones of its keys."""
+
+    new: int
+    total: int
+
+
+MIXED = (Request(1, 40), Request(7, 7), Request(3, 50), Request(1, 17))
+DECODES = tuple(Request(1, n) for n in (40, 7, 50, 17))
+
+
+class Group:
+    """Layers of one attention group, their builder and a cache that is NaN but for the keys."""
+
+    def __init__(
+        self, vllm, *layers, dtype=torch.float16, five_dims=True, block_table=12, **config
+    ):
+        self.vllm, self.dtype, self.device = vllm, dtype, torch.device(vllm.device)
+        impl = vllm.backend.get_impl_cls()
+        common = {"num_kv_heads": KV_HEADS, "kv_cache_dtype": "auto"}
+        self.impls = [impl(HEADS, D, 0.2, **{**common, **layer}) for layer in layers or [{}]]
+        self.windows = [layer.get("sliding_window") for layer in layers or [{}]]
+        for index, each in enumerate(self.impls):
+            each.process_weights_after_loading(dtype)
+            vllm.layers[str(index)] = SimpleNamespace(impl=each)
+        spec = SimpleNamespace(block_size=PAGE)
+        settings = {
+            "model_config": SimpleNamespace(dtype=dtype),
+            "cache_config": SimpleNamespace(),
+            "parallel_config": SimpleNamespace(),
+            "speculative_config": object(),
+            **config,
+        }
+        names = [str(index) for index in range(len(self.impls))]
+        builder = vllm.backend.get_builder_cls()
+        self.builder = builder(spec, names, SimpleNamespace(**settings), self.device)
+        self.five_dims, self.block_table = five_dims, block_table
+        self.layer = SimpleNamespace(_q_scale_float=1.0, _k_scale_float=1.0, _v_scale_float=1.0)
+
+    def inputs(self, requests, seed=0):
+        """q, and k and v of each request, all on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def values(n, heads):
+            return torch.randn(n, heads, D, generator=generator).to(self.dtype)
+
+        q = values(sum(r.new for r in requests), HEADS)
+        return q, [(values(r.total, KV_HEADS), values(r.total, KV_HEADS)) for r in requests]
+
+    def cache(self, keys, requests):
+        """A cache with the keys in shuffled blocks, and its block table, -7 where unused."""
+        blocks = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
+        shape = (200, 2, PAGE, KV_HEADS, D)
+        fp8 = self.impls[0].fp8_dtype
+        dtype = self.dtype if fp8 is None else fp8
+        cache = torch.full(shape, float("nan"), dtype=self.dtype).to(dtype)
+        table = torch.full((len(requests), self.block_table), -7, dtype=torch.int32)
+        for row, (k, v) in enumerate(keys):
+            for i in range(0, len(k), PAGE):
+                block = blocks.pop()
+                table[row, i // PAGE] = block
+                cache[block, 0, : len(k[i : i + PAGE])] = k[i : i + PAGE].to(dtype)
+                cache[block, 1, : len(v[i : i + PAGE])] = v[i : i + PAGE].to(dtype)
+        if fp8 is not None:
+            cache = cache.view(torch.uint8)
+        if not self.five_dims:  # [blocks, heads, page, 2 * D]
+            cache = torch.cat(cache.unbind(1), -1).transpose(1, 2).contiguous()
+        return cache.to(self.device), table.to(self.device)
+
+    def metadata(self, requests, table, *, slack=0, padding=0, **changed):
+        starts = torch.tensor([0, *(r.new for r in requests)], dtype=torch.int32)
+        starts = starts.cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor([r.total for r in requests], dtype=torch.int32)
+        values = {
+            "query_start_loc_cpu": starts,
+            "seq_lens": lengths.to(self.device),
+            "seq_lens_cpu_upper_bound": lengths + slack * (lengths > 0),
+            "max_seq_len": int(lengths.max()) + slack,
+            "num_reqs": len(requests),
+            "num_actual_tokens": int(starts[-1]) + padding,
+            "block_table_tensor": table,
+            "slot_mapping": None,
+            "encoder_seq_lens": None,
+            "causal": True,
+        }
+        return Metadata(**{**values, **changed})
+
+    def run(self, metadata, q, cache, layer=0, kv=(None, None), out=None):
+        impl = self.impls[layer]
+        q = q.to(self.device)
+        out = torch.full(q.shape, 9.0, dtype=self.dtype, device=self.device) if out is None else out
+        if impl.supports_quant_query_input:
+            q = q.to(impl.fp8_dtype)
+        assert impl.forward(self.layer, q, *kv, cache, metadata, out) is out
+        return out
+
+    def check(self, requests, *, seed=0, causal=True, **changed):
+        """Every layer on one step, against float32."""
+        q, keys = self.inputs(requests, seed)
+        cache, table = self.cache(keys, requests)
+        changed = {"causal": causal, **changed}
+        metadata = self.builder.build(0, self.metadata(requests, table, **changed))
+        for index, impl in enumerate(self.impls):
+            wanted = reference(q, keys, requests, impl, self.layer, causal, self.windows[index])
+            close(self.run(metadata, q, cache, index), wanted)
+        return metadata
+
+
+def reference(q, keys, requests, impl, layer, causal=True, window=None):
+    q, rows, out = q.float(), 0, []
+    fp8 = impl.fp8_dtype is not None
+    for request, (k, v) in zip(requests, keys, strict=True):
+        mine = q[rows : rows + request.new]
+        rows += request.new
+        if fp8:
+            k, v = (x.to(impl.fp8_dtype) for x in (k, v))
+            if impl.supports_quant_query_input:
+                mine = mine.to(impl.fp8_dtype).float() * layer._q_scale_float
+        k, v = (x.float().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        if fp8:
+            k, v = k * layer._k_scale_float, v * layer._v_scale_float
+        logits = torch.einsum("qhd,khd->hqk", mine, k) * impl.scale
+        if cap := impl.form.logits_soft_cap:
+            logits = cap * torch.tanh(logits / cap)
+        distance = (
+            torch.arange(request.total - request.new, request.total)[:, None]
+            - torch.arange(request.total)[None]
+        )
+        if impl.form.pos_encoding_mode == "ALIBI":
+            slopes = torch.tensor(SLOPES)
+            logits = logits - slopes[:, None, None] * distance
+        hidden = (distance < 0) & causal
+        if window is not None:  # tokens, the query's own among them
+            hidden = hidden | (distance >= window)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if impl.sinks is not None:
+            sinks = impl.sinks.float().cpu()[:, None, None].expand(-1, request.new, 1)
+            logits = torch.cat([logits, sinks], -1)
+            v = torch.cat([v, torch.zeros_like(v[:1])])
+        out.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), v))
+    return torch.cat(out)
+
+
+SLOPES = [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+
+
+def close(got, wanted, tolerance=0.01):
+    error = (got.float().cpu() - wanted).abs().max()
+    assert error < tolerance * max(1.0, float(wanted.abs().max())), error
+
+
+@pytest.mark.parametrize("five_dims", [True, False])
+@pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_bounds_that_are_larger_than_the_lengths(vllm, five_dims, requests):
+    group = Group(vllm, five_dims=five_dims)
+    group.check(requests, slack=37)
+    group.check(requests[::-1], slack=0, seed=1)
+    group.check(requests, slack=1000)  # more than the block table has room for
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"sliding_window": 9},
+        {"logits_soft_cap": 3.0},
+        {"alibi_slopes": SLOPES},
+        {"sinks": torch.tensor([0.5, 1.0, 2.0, -1.0]).bfloat16()},
+    ],
+    ids=lambda layer: next(iter(layer)),
+)
+def test_an_option_of_a_layer(vllm, layer):
+    if "sinks" in layer:
+        layer = {"sinks": layer["sinks"].to(vllm.device)}
+    for speculative_config in (None, object()):
+        group = Group(vllm, layer, speculative_config=speculative_config)
+        group.check(MIXED)
+        group.check(DECODES, seed=1)
+
+
+def test_layers_of_several_forms_in_one_group(vllm):
+    sinks = torch.tensor([0.5, 1.0, 2.0, -1.0]).to(vllm.device)
+    layers = ({}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {}, {"sinks": sinks})
+    group = Group(vllm, *layers)
+    assert len(group.check(MIXED).wrappers) == 3
+
+
+def test_a_step_is_planned_in_cpp_once_for_each_form(vllm, monkeypatch):
+    found, again = [], _core.plan_again
+    monkeypatch.setattr(
+        _core, "plan_again", lambda *given: found.append(again(*given)) or found[-1]
+    )
+    group = Group(vllm, {}, {}, {"sliding_window": 9}, speculative_config=None)
+    for requests in (MIXED, DECODES, MIXED[:2]):
+        group.check(requests)
+    assert found == [False] * 2 + [True] * 4
+
+
+@pytest.mark.parametrize("sm90", [True, False])
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("five_dims", [True, False])
+def test_an_fp8_cache_with_scales(vllm, sm90, cache, five_dims):
+    vllm.platform.sm90 = sm90
+    dtype = torch.float16 if five_dims else torch.bfloat16
+    layers = ({"kv_cache_dtype": cache}, {"kv_cache_dtype": cache, "logits_soft_cap": 3.0})
+    group = Group(vllm, *layers, dtype=dtype, five_dims=five_dims)
+    quantised = [impl.supports_quant_query_input for impl in group.impls]
+    assert quantised == [sm90 and cache == "fp8", False]
+    group.layer = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=2.0, _v_scale_float=0.25)
+    q, keys = group.inputs(MIXED)
+    pages, table = group.cache(keys, MIXED)
+    metadata = group.builder.build(0, group.metadata(MIXED, table))
+    for index, impl in enumerate(group.impls):
+        wanted = reference(q, keys, MIXED, impl, group.layer)
+        close(group.run(metadata, q, pages, index), wanted, 0.08)
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_an_encoder(vllm, attn_type):
+    group = Group(vllm, {"attn_type": attn_type})
+    requests = (Request(9, 9), Request(33, 33))
+    q, keys = group.inputs(requests)
+    metadata = group.builder.build(0, group.metadata(requests, None, causal=False))
+    kv = [torch.cat([pair[i] for pair in keys]).to(vllm.device) for i in (0, 1)]
+    wanted = reference(q, keys, requests, group.impls[0], group.layer, causal=False)
+    close(group.run(metadata, q, torch.empty(0), kv=kv), wanted)
+
+
+def test_cross_attention(vllm):
+    """Lengths are an encoder's; the bounds that vLLM passes are the decoder's."""
+    group = Group(vllm, {"attn_type": "encoder_decoder"})
+    requests = (Request(1, 50), Request(4, 30))
+    bounds = torch.tensor([8, 4], dtype=torch.int32)
+    encoder = torch.tensor([50, 30], dtype=torch.int32)
+    group.check(requests, causal=False, seq_lens_cpu_upper_bound=bounds, encoder_seq_lens=encoder)
+
+
+def test_padding_and_the_profiling_run(vllm):
+    group = Group(vllm)
+    q, keys = group.inputs(DECODES)
+    cache, table = group.cache(keys, DECODES)
+    padded = torch.cat([q, torch.full_like(q, float("nan"))])
+    metadata = group.builder.build(0, group.metadata(DECODES, table, padding=len(q)))
+    out = group.run(metadata, padded, cache)
+    close(out[: len(q)], reference(q, keys, DECODES, group.impls[0], group.layer))
+    assert (out[len(q) :] == 9.0).all()
+    assert (group.run(None, q, cache) == 0.0).all()
+
+
+# CUDA graphs; on the CPU a run takes the place of a replay.
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps"),
+    [
+        ([1, 1, 1, 1], [[(1, 40), (1, 7), (1, 50), (1, 170)], [(1, 3), (1, 4), (0, 0), (0, 0)]]),
+        ([3, 3, 3, 3], [[(3, 40), (3, 7), (3, 50), (3, 170)], [(3, 9), (3, 100), (0, 0), (0, 0)]]),
+        ([8, 8, 8, 8], [[(1, 40), (20, 33), (1, 7), (10, 90)], [(32, 32), (0, 0), (0, 0), (0, 0)]]),
+    ],
+    ids=["decodes", "speculative", "mixed"],
+)
+@pytest.mark.parametrize(
+    "layer",
+    [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8"}],
+    ids=["full", "window", "fp8"],
+)
+def test_replays(vllm, rows, steps, layer):
+    group = Group(vllm, layer, speculative_config=None)
+    dummy = [Request(n, n) for n in rows]
+    q, _ = group.inputs(dummy)
+    q, out = q.to(vllm.device), torch.empty_like(q, device=vllm.device)
+    cache, table = group.cache([], dummy)
+    table.zero_()
+    captured = group.metadata(dummy, table)
+    for _ in range(2):  # vLLM's warm-up and capture
+        metadata = group.builder.build_for_cudagraph_capture(captured)
+    graph = None
+    if q.is_cuda:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            group.run(metadata, q, cache, out=out)
+    lengths = captured.seq_lens
+    for seed, step in enumerate(steps):
+        requests = [Request(*pair) for pair in step]
+        new_q, keys = group.inputs(requests, seed)
+        new_cache, new_table = group.cache(keys, requests)
+        q[: len(new_q)] = new_q.to(vllm.device)
+        for old, new in ((cache, new_cache), (table, new_table)):
+            old.copy_(new)
+        lengths.copy_(torch.tensor([r.total for r in requests], dtype=torch.int32))
+        metadata = group.builder.build(
+            0,
+            group.metadata(
+                requests,
+                table,
+                seq_lens=lengths,
+                padding=len(q) - len(new_q),
+                slack=5 if not layer else 0,
+            ),
+        )
+        assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
+        if graph is None:
+            group.run(metadata, q, cache, out=out)
+        else:
+            graph.replay()
+        wanted = reference(
+            new_q, keys, requests, group.impls[0], group.layer, window=group.windows[0]
+        )
+        close(out[: len(new_q)], wanted, 0.08 if group.impls[0].fp8_dtype else 0.01)
+
+
+def test_another_step_of_a_captured_size_is_eager(vllm):
+    group = Group(vllm)
+    _, keys = group.inputs(DECODES)
+    _, table = group.cache(keys, DECODES)
+    captured = group.metadata(DECODES, table)
+    group.builder.build_for_cudagraph_capture(captured)
+    for changed in (
+        {"seq_lens": captured.seq_lens.clone()},
+        {"block_table_tensor": table.clone()},
+        {"padding": 1},
+    ):
+        m = group.metadata(DECODES, table, **{"seq_lens": captured.seq_lens, **changed})
+        metadata = group.builder.build(0, m)
+        assert not any(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
+    metadata = group.builder.build(0, captured)
+    assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
+
+
+def test_a_table_with_distance_between_rows_is_captured_in_a_copy(vllm):
+    group = Group(vllm)
+    q, keys = group.inputs(DECODES)
+    cache, table = group.cache(keys, DECODES)
+    apart = table.new_zeros(len(table), 20)[:, : table.shape[1]]
+    captured = group.metadata(DECODES, apart)
+    group.builder.build_for_cudagraph_capture(captured)
+    apart.copy_(table)
+    metadata = group.builder.build(0, captured)
+    assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
+    wanted = reference(q, keys, DECODES, group.impls[0], group.layer)
+    close(group.run(metadata, q, cache), wanted)
+
+
+# The cache's writes, and refusals.
+
+
+@pytest.mark.parametrize("five_dims", [True, False])
+def test_keys_are_written_where_they_are_read(vllm, monkeypatch, five_dims):
+    def write(key, value, k_cache, v_cache, slots, dtype, k_scale, v_scale):
+        assert (dtype, k_scale, v_scale) == ("auto", "k", "v")
+        for cache, new in ((k_cache, key), (v_cache, value)):
+            cache.index_put_((slots // PAGE, slots % PAGE), new)
+
+    ops = SimpleNamespace(reshape_and_cache_flash=write)
+    monkeypatch.setattr(torch.ops, "_C_cache_ops", ops, raising=False)
+    group = Group(vllm, five_dims=five_dims)
+    group.layer._k_scale, group.layer._v_scale = "k", "v"
+    requests = (Request(20, 20),)
+    _, keys = group.inputs(requests)
+    cache, table = group.cache(keys, requests)
+    filled = cache.clone()
+    positions = torch.arange(20, device=vllm.device)
+    slots = table[0, positions // PAGE] * PAGE + positions % PAGE
+    cache.fill_(float("nan"))
+    impl = group.impls[0]
+    impl.do_kv_cache_update(group.layer, *(x.to(vllm.device) for x in keys[0]), cache, slots.long())
+    assert torch.equal(cache.nan_to_num(7.0), filled.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        ({"alibi_slopes": SLOPES[:2]}, "ALiBi slopes of 2 heads are not those"),
+        ({"attn_type": "encoder_only", "sliding_window": 9}, "window has two sides"),
+    ],
+)
+def test_layers_that_are_refused(vllm, layer, says):
+    with pytest.raises(NotImplementedError, match=says):
+        Group(vllm, layer)
+
+
+def test_context_parallelism_is_refused(vllm, monkeypatch):
+    monkeypatch.setattr(vllm.backend.get_impl_cls(), "dcp_world_size", 2)
+    with pytest.raises(NotImplementedError, match="context parallelism"):
+        Group(vllm)
+
+
+def test_steps_that_are_refused(vllm):
+    group = Group(vllm, {"sliding_window": 9})
+    with pytest.raises(NotImplementedError, match="without causal masking has two sides"):
+        group.check(DECODES, causal=False)
+    with pytest.raises(NotImplementedError, match="one value of causal"):
+        group.builder.build(0, group.metadata(DECODES, None, causal=torch.ones(4).bool()))
+    with pytest.raises(NotImplementedError, match="--kv-sharing-fast-prefill"):
+        Group(vllm, cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
+    with pytest.raises(NotImplementedError, match="quantised output"):
+        group.impls[0].forward(None, *[None] * 6, output_scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("head_size", "cache", "says"),
+    [
+        (128, "auto", None),
+        (512, "fp8", None),
+        (72, "auto", None),
+        (576, "auto", "multiples of 8 up to 512, not 576"),
+        (100, "auto", "multiples of 8 up to 512, not 100"),
+        (128, "float16", "not in float16: use --kv-cache-dtype auto"),
+        (128, "bfloat16", None),
+        (72, "fp8", "multiples of 16, not 72"),
+    ],
+)
+def test_configurations(vllm, head_size, cache, says):
+    answer = vllm.backend.supports_combination(
+        head_size, torch.bfloat16, cache, 16, False, False, False, False, None
+    )
+    assert (answer is None) if says is None else (says in answer)
+
+
+def test_graphs_of_mixed_batches_but_not_of_encoders(vllm):
+    spec = sys.modules["vllm.v1.kv_cache_interface"].EncoderOnlyAttentionSpec
+    support = vllm.backend.get_builder_cls().get_cudagraph_support
+    assert support(None, spec()).name == "NEVER"
+    assert support(None, object()).name == "ALWAYS"
