@@ -1,4 +1,4 @@
-"""Runs engines' FlashInfer backends: python -m tests.engines --help."""
+"""Runs engines' attention backends on preflash: python -m tests.engines --help."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def main() -> int:
     parser.add_argument("releases", type=Path, nargs="+", help="directories such as vllm-0.33.0")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peer", action="store_true", help="FlashInfer's own kernels")
+    parser.add_argument(
+        "--backend",
+        choices=("FLASHINFER", "PREFLASH"),
+        default="FLASHINFER",
+        help="the engine's own for FlashInfer, or preflash's, which the engine has by its plugin",
+    )
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument(
         "--time", type=int, default=0, metavar="N", help="times N runs of each path"
@@ -61,8 +67,12 @@ def serve(root: Path, options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     if device.type != "cuda":
         os.environ.setdefault("PREFLASH_BACKEND", "auto")  # SGLang writes "fa2" into its code
-    print("flashinfer's kernels" if options.peer else flashinfer_name.install(), flush=True)
-    loaded = importlib.import_module(f"{__package__}.{kind}_engine").load(root, device)
+    load = importlib.import_module(f"{__package__}.{kind}_engine").load
+    if options.backend == "PREFLASH":
+        loaded = load(root, device, options.backend)
+    else:
+        print("flashinfer's kernels" if options.peer else flashinfer_name.install(), flush=True)
+        loaded = load(root, device)
     print(f"{root.name}, its own modules: {', '.join(loaded.loaded)}", flush=True)
     rows, failed = [], 0
     models = {"bf16, 32 of 8 heads": LONG_SHAPE} if options.time else OPTIONS
@@ -71,6 +81,7 @@ def serve(root: Path, options: argparse.Namespace) -> int:
         for path in options.paths:
             row = {"engine": kind, "version": version, "model": name, "path": path}
             row["kernels"] = "flashinfer" if options.peer else "preflash"
+            row["backend"] = options.backend
             row["device"] = device.type
             try:
                 row.update(_run(loaded, shape, device, path, options))

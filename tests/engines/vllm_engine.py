@@ -1,4 +1,5 @@
-"""vLLM's FlashInfer backend: FlashInferMetadataBuilder.build() and FlashInferImpl.forward()."""
+"""vLLM's attention backends: its own for FlashInfer (FlashInferMetadataBuilder.build() and
+FlashInferImpl.forward()), and preflash's PREFLASH, on vLLM's unmodified base classes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ REAL = (
     "vllm.v1.kv_cache_spec_registry",
 )
 ABSENT = ("uvloop", "zmq", "msgspec", "pydantic", "cachetools", "regex", "cloudpickle", "numba")
-BACKEND = "vllm.v1.attention.backends.flashinfer"
+BACKENDS = {
+    "FLASHINFER": ("vllm.v1.attention.backends.flashinfer", "FlashInferBackend"),
+    "PREFLASH": ("preflash.integrations.vllm.backend", "PreflashBackend"),
+}
 MAX_REQUESTS = 16
 
 
@@ -117,8 +121,8 @@ def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return x.to(torch.float8_e4m3fn), scale
 
 
-def load(root: Path, device: torch.device):
-    """The module of vLLM's backend, from the directory that holds `vllm`."""
+def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
+    """The backend of that name, with the modules of vLLM in the directory that holds `vllm`."""
     finder = Finder(root, "vllm", REAL, ABSENT)
     environment = SimpleNamespace(
         VLLM_BATCH_INVARIANT=False,
@@ -155,6 +159,7 @@ def load(root: Path, device: torch.device):
     values["vllm.platforms"] = {"current_platform": platform}
     values["vllm.distributed.parallel_state"] = {
         "get_dcp_group": lambda: group,
+        "get_pcp_group": lambda: group,
         "get_dcp_world_size_and_rank": lambda *_: (1, 0),
     }
     values["vllm.distributed.kv_transfer.kv_connector.utils"] = {
@@ -183,8 +188,9 @@ def load(root: Path, device: torch.device):
 
         values["vllm.triton_utils"] = {"triton": triton, "tl": tl}
     finder.install()
-    module = importlib.import_module(BACKEND)
-    if device.type != "cuda":
+    path, name = BACKENDS[backend]
+    module = importlib.import_module(path)
+    if device.type != "cuda" and backend == "FLASHINFER":
         module._copy_page_indices_kernel = _Kernel()
     if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
         library = torch.library.Library("_C_cache_ops", "DEF")
@@ -197,17 +203,21 @@ def load(root: Path, device: torch.device):
         )
         module._kept_library = library
     return SimpleNamespace(
-        module=module, modes=CUDAGraphMode, layers=layers, loaded=finder.loaded, engine=VllmEngine
+        backend=getattr(module, name),
+        modes=CUDAGraphMode,
+        layers=layers,
+        loaded=finder.loaded,
+        engine=VllmEngine if backend == "FLASHINFER" else PreflashEngine,
     )
 
 
 class VllmEngine:
     def __init__(self, loaded, shape: Shape, device: torch.device, path: str, load: Load) -> None:
-        module = loaded.module
-        self._device, self._load = device, load
+        backend = loaded.backend
+        self._device, self._load, self._shape = device, load, shape
         interface = importlib.import_module("vllm.v1.kv_cache_interface")
         self._common = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
-        layout = self._layout(module)
+        layout = self._layout(backend)
         names = [f"layer.{index}" for index in range(shape.num_layers)]
         mode = loaded.modes.FULL if path == "graph" else loaded.modes.NONE
         cache_dtype = "fp8_e4m3" if shape.fp8_cache else "auto"
@@ -257,7 +267,7 @@ class VllmEngine:
         )
         self._impls = []
         for name in names:
-            impl = module.FlashInferImpl(
+            impl = backend.get_impl_cls()(
                 shape.num_qo_heads,
                 shape.head_dim,
                 shape.scale,
@@ -276,44 +286,54 @@ class VllmEngine:
             _q_scale=one, _k_scale=one, _v_scale=one, _q_scale_float=1.0, _k_scale_float=1.0,
             _v_scale_float=1.0, _o_scale_float=None,
         )  # fmt: skip
-        self._builder = module.FlashInferMetadataBuilder(spec, names, config, device)
-        size = (load.num_pages, shape.num_kv_heads, PAGE, 2 * shape.head_dim)
+        self._builder = backend.get_builder_cls()(spec, names, config, device)
+        size = self._cache_shape(backend, load.num_pages, shape)
         # What the engine never wrote must not matter: NaN, also as bytes.
         bits = torch.uint8 if shape.fp8_cache else shape.dtype
         rest = 0x7F if shape.fp8_cache else float("nan")
         self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
 
     @staticmethod
-    def _layout(module):
-        if not hasattr(module.FlashInferBackend, "supported_kv_cache_layouts"):
+    def _cache_shape(backend, num_pages: int, shape: Shape) -> tuple[int, ...]:
+        base = importlib.import_module("vllm.v1.attention.backend").AttentionBackend
+        if hasattr(base, "get_kv_cache_shape"):
+            return backend.get_kv_cache_shape(num_pages, PAGE, shape.num_kv_heads, shape.head_dim)
+        return num_pages, shape.num_kv_heads, PAGE, 2 * shape.head_dim
+
+    @staticmethod
+    def _layout(backend):
+        if not hasattr(backend, "supported_kv_cache_layouts"):
             return None  # its backend asks get_kv_cache_layout() instead
-        layouts = module.FlashInferBackend.supported_kv_cache_layouts()
+        layouts = backend.supported_kv_cache_layouts()
         interface = importlib.import_module("vllm.v1.kv_cache_interface")
         return layouts[0] if layouts else next(iter(interface.KVCacheLayout))
 
     def begin(self, batch: Batch, slots: torch.Tensor) -> None:
+        self._metadata = self._builder.build(
+            common_prefix_len=0, common_attn_metadata=self._common_of(batch, slots)
+        )
+        self._slots = slots
+
+    def _common_of(self, batch: Batch, slots: torch.Tensor):
+        """CommonAttentionMetadata of a step."""
         new = torch.tensor([0, *batch.new], dtype=torch.int32)
         starts = new.cumsum(0, dtype=torch.int32)
         lengths = torch.tensor(batch.total, dtype=torch.int32)
         table = torch.zeros(len(batch.new), self._load.max_length // PAGE, dtype=torch.int32)
         for row, request in enumerate(batch.requests):
             table[row, : len(request.pages)] = torch.tensor(request.pages)
-        self._metadata = self._builder.build(
-            common_prefix_len=0,
-            common_attn_metadata=self._common(
-                query_start_loc=starts.to(self._device),
-                query_start_loc_cpu=starts,
-                seq_lens=lengths.to(self._device),
-                num_reqs=len(batch.new),
-                num_actual_tokens=int(starts[-1]),
-                max_query_len=max(batch.new),
-                max_seq_len=max(batch.total),
-                block_table_tensor=table.to(self._device),
-                slot_mapping=slots,
-                seq_lens_cpu_upper_bound=lengths,
-            ),
+        return self._common(
+            query_start_loc=starts.to(self._device),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths.to(self._device),
+            num_reqs=len(batch.new),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=max(batch.new),
+            max_seq_len=max(batch.total),
+            block_table_tensor=table.to(self._device),
+            slot_mapping=slots,
+            seq_lens_cpu_upper_bound=lengths,
         )
-        self._slots = slots
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         impl, cache = self._impls[layer], self._caches[layer]
@@ -326,3 +346,54 @@ class VllmEngine:
         found = [self._builder._prefill_wrapper, self._builder._decode_wrapper]
         found += getattr(self._builder, "_decode_wrappers_cudagraph", {}).values()
         return [wrapper for wrapper in found if wrapper is not None]
+
+
+class PreflashEngine(VllmEngine):
+    """PREFLASH, with what only a GPU knows: bounds on the host are larger than the lengths."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begin(self, batch: Batch, slots: torch.Tensor) -> None:
+        common = self._common_of(batch, slots)
+        if not self._shape.sliding_window:
+            common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + (2 * PAGE + 1)
+        if batch.graph:
+            self._use_inputs_of_graph(common)
+        self._metadata = self._builder.build(0, common)
+        self._slots = slots
+
+    def _use_inputs_of_graph(self, common) -> None:
+        """Gives a step the tensors that a graph of its size has recorded. Builds the metadata of
+        the capture first if it is the first step of that size: sequences of one token in page 0."""
+        size = common.num_reqs
+        if (found := self._inputs.get(size)) is None:
+            lengths, table = common.seq_lens.clone(), common.block_table_tensor.clone()
+            found = self._inputs[size] = lengths, table
+            lengths.fill_(1)
+            table.zero_()
+            dummy = common.replace(
+                seq_lens=lengths,
+                block_table_tensor=table,
+                seq_lens_cpu_upper_bound=lengths.cpu(),
+                max_seq_len=self._load.max_length,
+            )
+            for _ in "12":  # the warm-up and the capture
+                self._builder.build_for_cudagraph_capture(dummy)
+        lengths, table = found
+        lengths.copy_(common.seq_lens)
+        table.copy_(common.block_table_tensor)
+        common.seq_lens, common.block_table_tensor = lengths, table
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        impl, cache = self._impls[layer], self._caches[layer]
+        impl.do_kv_cache_update(self._layer, k, v, cache, self._slots)
+        out = torch.empty_like(q)
+        if impl.supports_quant_query_input:  # as vLLM's attention layer does
+            q = q.to(torch.float8_e4m3fn)
+        impl.forward(self._layer, q, k, v, cache, self._metadata, out)
+        return out
+
+    def wrappers(self) -> list:
+        return list(self._metadata.wrappers.values())
