@@ -94,7 +94,7 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
         """
         m = common_attn_metadata
         if self._ragged is not None:
-            wrappers = self._ragged.plan(m.query_start_loc_cpu[: m.num_reqs + 1])
+            wrappers = self._ragged.plan(m.query_start_loc_cpu)
         else:
             wrappers = self._paged.plan(_step_of(m), for_capture=self._capturing)
         return PreflashMetadata(m.num_actual_tokens, m.slot_mapping, wrappers)
@@ -113,12 +113,11 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
 def _step_of(m: CommonAttentionMetadata) -> Step:
     if not isinstance(m.causal, bool):
         raise NotImplementedError("preflash takes one value of causal for all requests of a step")
-    n = m.num_reqs
     return Step(
-        m.query_start_loc_cpu[: n + 1],
+        m.query_start_loc_cpu,
         _kv_bounds(m),
-        m.seq_lens[:n],
-        m.block_table_tensor[:n],
+        m.seq_lens,
+        m.block_table_tensor,
         m.num_actual_tokens,
         m.causal,
     )

@@ -43,17 +43,27 @@ class Step(NamedTuple):
 class PageArrays:
     """paged_kv_indptr and paged_kv_last_page_len of batches of one size, reused in every step."""
 
-    def __init__(self, num_reqs: int) -> None:
+    def __init__(self, num_reqs: int, page_size: int) -> None:
+        self._page_size = page_size
         self.indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
-        self.last_page_len = torch.empty(num_reqs, dtype=torch.int32, device="cpu")
-        self._indptr, self._last = self.indptr.numpy(), self.last_page_len.numpy()
+        self.last_page_len = torch.full((num_reqs,), page_size, dtype=torch.int32, device="cpu")
+        self._ends, self._last = self.indptr.numpy()[1:], self.last_page_len.numpy()
+        self._pages = np.zeros(num_reqs, np.int32)
 
-    def fill(self, lengths: np.ndarray, page_size: int) -> None:
-        """Writes the arrays of requests of these lengths, int32 [num_reqs]."""
-        pages = (lengths + (page_size - 1)) // page_size
-        np.cumsum(pages, dtype=np.int32, out=self._indptr[1:])
-        np.remainder(lengths - 1, page_size, out=self._last)
-        self._last += 1
+    def fill(self, lengths: np.ndarray, max_pages: int, *, exact: bool) -> None:
+        """Writes the arrays of requests of these lengths, int32 [num_reqs].
+
+        exact: also the number of keys in the last page; if False the last page counts as full,
+        which is an upper bound and takes half the time.
+        """
+        pages, page_size = self._pages, self._page_size
+        np.add(lengths, page_size - 1, out=pages)
+        np.floor_divide(pages, page_size, out=pages)
+        # A bound over all requests may be more than one block table has room for.
+        np.minimum(pages, max_pages, out=pages)
+        np.cumsum(pages, dtype=np.int32, out=self._ends)
+        if exact:
+            np.minimum(lengths - (pages - 1) * page_size, page_size, out=self._last)
 
 
 class PagedPlans:
@@ -81,6 +91,7 @@ class PagedPlans:
         self._cache, self._forms = cache, tuple(forms)
         self._page_size, self._device = page_size, device
         self._exact_windows, self._own_workspace = exact_windows, own_workspace
+        self._exact_lengths = exact_windows and any(form.window_left >= 0 for form in self._forms)
         self._arrays: dict[int, PageArrays] = {}
         self._eager: dict[bool, Wrappers] = {}
         self._captured: dict[tuple, Wrappers] = {}
@@ -110,11 +121,8 @@ class PagedPlans:
         bounds = step.kv_bounds_cpu
         arrays = self._arrays.get(len(bounds))
         if arrays is None:
-            arrays = self._arrays[len(bounds)] = PageArrays(len(bounds))
-        # A bound over all requests may be more than one block table has room for.
-        arrays.fill(
-            np.minimum(bounds, step.block_table.shape[1] * self._page_size), self._page_size
-        )
+            arrays = self._arrays[len(bounds)] = PageArrays(len(bounds), self._page_size)
+        arrays.fill(bounds, step.block_table.shape[1], exact=self._exact_lengths)
         return arrays
 
     def _plan(
@@ -158,8 +166,7 @@ class PagedPlans:
         num_reqs = len(step.kv_bounds_cpu)
         rows = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
         rows[-1] = step.num_tokens
-        no_keys = PageArrays(num_reqs)
-        no_keys.fill(np.zeros(num_reqs, np.int32), self._page_size)
+        no_keys = PageArrays(num_reqs, self._page_size)
         wrappers = {}
         for form in self._forms:
             wrapper = wrappers[form] = self._graph_wrapper(step.block_table)
