@@ -280,7 +280,8 @@ class VllmEngine:
             impl.dcp_world_size, impl.dcp_rank = 1, 0
             impl.cache_config = config.cache_config
             self._impls.append(impl)
-            loaded.layers[name] = SimpleNamespace(impl=impl)
+            scales = {f"_{x}_scale_float": 1.0 for x in "qkv"}
+            loaded.layers[name] = SimpleNamespace(impl=impl, **scales)
         one = torch.ones((), device=device)
         self._layer = SimpleNamespace(
             _q_scale=one, _k_scale=one, _v_scale=one, _q_scale_float=1.0, _k_scale_float=1.0,

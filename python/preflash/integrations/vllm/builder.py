@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from .impl import ENCODER_TYPES
+from .impl import ENCODER_TYPES, PreflashImpl
 from .layers import CacheForm
 from .plans import PagedPlans, RaggedPlans, Step, Wrappers
 
@@ -28,6 +28,7 @@ class PreflashMetadata(AttentionMetadata):
 
     num_actual_tokens: int
     slot_mapping: torch.Tensor
+    causal: bool  # drafters of vLLM read it
     wrappers: Wrappers  # by PreflashImpl.form
 
 
@@ -57,9 +58,16 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
             )
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         impls = [layer.impl for layer in layers.values()]
+        for impl in impls:
+            impl.forget_cache()
         one, dtype = impls[0], vllm_config.model_config.dtype
         cache = CacheForm(one.num_kv_heads, one.head_size, one.fp8_dtype or dtype, dtype)
         forms = dict.fromkeys(impl.form for impl in impls)
+        self._layers, self._captured_scales, self._num_loads = layers, None, 0
+        # Drafters raise the lengths on the device by their tokens, but not the bounds on the host.
+        self._draft_tokens = 0
+        if vllm_config.speculative_config is not None:
+            self._draft_tokens = vllm_config.num_speculative_tokens + 1
         self._capturing = False
         self._ragged = self._paged = None
         if one.attn_type in ENCODER_TYPES:
@@ -70,13 +78,16 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
                 forms,
                 kv_cache_spec.block_size,
                 device,
-                exact_windows=vllm_config.speculative_config is None,
+                exact_windows=vllm_config.num_speculative_tokens == 0,
                 own_workspace=getattr(vllm_config.parallel_config, "use_ubatching", False),
             )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         if isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+            return AttentionCGSupport.NEVER
+        # With LoRA a drafter may replay a graph of a step that the target has planned as eager.
+        if vllm_config.speculative_config is not None and vllm_config.lora_config is not None:
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.ALWAYS
 
@@ -91,31 +102,54 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
         Raises:
             NotImplementedError: masking that differs from request to request, or a window
                 without causal masking.
+            RuntimeError: the scales of an fp8 cache are not those of the captured graphs.
         """
         m = common_attn_metadata
+        if self._captured_scales is not None and self._num_loads != PreflashImpl.num_loads:
+            self._check_captured_scales()
         if self._ragged is not None:
             wrappers = self._ragged.plan(m.query_start_loc_cpu)
         else:
-            wrappers = self._paged.plan(_step_of(m), for_capture=self._capturing)
-        return PreflashMetadata(m.num_actual_tokens, m.slot_mapping, wrappers)
+            step = _step_of(m, self._draft_tokens)
+            wrappers = self._paged.plan(step, for_capture=self._capturing)
+        return PreflashMetadata(m.num_actual_tokens, m.slot_mapping, m.causal, wrappers)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> PreflashMetadata:
         """build() whose runs a CUDA graph records."""
+        self._captured_scales, self._num_loads = self._scales(), PreflashImpl.num_loads
         self._capturing = True
         try:
             return self.build(0, common_attn_metadata)
         finally:
             self._capturing = False
 
+    def _scales(self) -> dict[str, tuple[float, ...]]:
+        """The scales that a launch over an fp8 cache has as numbers, by layer."""
+        return {
+            name: (layer._q_scale_float, layer._k_scale_float, layer._v_scale_float)
+            for name, layer in self._layers.items()
+            if layer.impl.fp8_dtype is not None
+        }
 
-def _step_of(m: CommonAttentionMetadata) -> Step:
+    def _check_captured_scales(self) -> None:
+        self._num_loads, scales = PreflashImpl.num_loads, self._scales()
+        for name, captured in self._captured_scales.items():
+            if scales[name] != captured:
+                raise RuntimeError(
+                    f"weights were reloaded, and the scales of q, k and v of {name} are "
+                    f"{scales[name]}; CUDA graphs were captured with {captured} and keep them: "
+                    "start again, or use --enforce-eager"
+                )
+
+
+def _step_of(m: CommonAttentionMetadata, draft_tokens: int) -> Step:
     if not isinstance(m.causal, bool):
         raise NotImplementedError("preflash takes one value of causal for all requests of a step")
     return Step(
         m.query_start_loc_cpu,
-        _kv_bounds(m),
+        _kv_bounds(m, draft_tokens),
         m.seq_lens,
         m.block_table_tensor,
         m.num_actual_tokens,
@@ -123,8 +157,10 @@ def _step_of(m: CommonAttentionMetadata) -> Step:
     )
 
 
-def _kv_bounds(m: CommonAttentionMetadata) -> np.ndarray:
+def _kv_bounds(m: CommonAttentionMetadata, draft_tokens: int) -> np.ndarray:
     """Returns upper bounds of seq_lens that are on the host, int32 [num_reqs].
+
+    draft_tokens: what drafters may have added to seq_lens alone.
 
     NOTE: vLLM replaces seq_lens for cross-attention, and 0.24 for chunked local attention, but not
     seq_lens_cpu_upper_bound; _seq_lens_cpu, which 0.33 does not have, always belongs to seq_lens.
@@ -134,4 +170,5 @@ def _kv_bounds(m: CommonAttentionMetadata) -> np.ndarray:
         bounds = m.seq_lens_cpu_upper_bound
     if bounds is None or len(bounds) < m.num_reqs:
         bounds = torch.full((m.num_reqs,), m.max_seq_len, dtype=torch.int32, device="cpu")
-    return bounds[: m.num_reqs].numpy()
+    bounds = bounds[: m.num_reqs].numpy()
+    return bounds + draft_tokens if draft_tokens else bounds

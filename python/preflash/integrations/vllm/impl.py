@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.platforms import current_platform
@@ -16,9 +16,13 @@ ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 class PreflashImpl(AttentionImpl):
     """Attention of one layer. The builder plans for `form`; forward() only launches.
 
+    num_loads: how often weights of any layer were loaded in this process.
+
     Raises:
         NotImplementedError: an option that preflash does not serve, named in the message.
     """
+
+    num_loads: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -72,12 +76,27 @@ class PreflashImpl(AttentionImpl):
             position,
             self.supports_quant_query_input,
         )
+        self._given_sinks = sinks
+        self.forget_cache()
+
+    def forget_cache(self) -> None:
+        """Drops the views of the last cache, which vLLM may be about to free."""
         self._cache: torch.Tensor | None = None
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
-            self.sinks = self.sinks.float()  # the dtype that run() takes
+        """Converts the sinks to the dtype that run() takes.
+
+        NOTE: vLLM calls it again when it reloads weights. CUDA graphs hold the address of the first
+        copy, so later calls write into it.
+        """
+        PreflashImpl.num_loads += 1
+        if self._given_sinks is None or self._given_sinks.dtype == torch.float32:
+            return
+        if self.sinks is self._given_sinks:
+            self.sinks = self._given_sinks.float()
+        else:
+            self.sinks.copy_(self._given_sinks)
 
     def forward(
         self,

@@ -206,9 +206,12 @@ class RaggedPlans:
     """Plans of encoders, whose keys are those of the step and are in no cache."""
 
     def __init__(self, cache: CacheForm, forms: Iterable[LayerForm], device: torch.device) -> None:
-        self._cache = cache
-        workspace = shared_workspace(device)
-        self._wrappers = {form: BatchPrefillWithRaggedKVCacheWrapper(workspace) for form in forms}
+        self._cache, self._forms, self._device = cache, tuple(forms), device
+
+    @functools.cached_property
+    def _wrappers(self) -> Wrappers:
+        workspace = shared_workspace(self._device)
+        return {form: BatchPrefillWithRaggedKVCacheWrapper(workspace) for form in self._forms}
 
     def plan(self, qo_indptr_cpu: torch.Tensor) -> Wrappers:
         """Plans a step once for each form. qo_indptr_cpu: int32 [num_reqs + 1]."""
