@@ -107,7 +107,8 @@ def serve(root: Path, options: argparse.Namespace) -> int:
 
 def _brief(wrapper: object) -> str:
     kind = type(wrapper)
-    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}: {wrapper._backend}"
+    kernels = getattr(wrapper, "variant", None) or wrapper._backend
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}: {kernels}"
 
 
 def _run(loaded, shape: Shape, device: torch.device, path: str, options) -> dict:

@@ -213,6 +213,13 @@ class EngineAttributes:
 
     @told
     def _backend(self) -> str:
+        """The backend that the constructor's caller named, or the planned one after "auto". NOTE:
+        SGLang asserts that it is the "fa2" of its code, also if PREFLASH_BACKEND chose others."""
+        return self._requested_backend.by_caller or self._planned_backend
+
+    @property
+    def _planned_backend(self) -> str:
+        """The backend of the plan; before plan() the one that will be asked for it."""
         primary = self._plan.primary
         return self._requested_backend.name if primary is None else primary.backend.name
 

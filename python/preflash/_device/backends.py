@@ -125,6 +125,13 @@ class Requested(NamedTuple):
     overridden: str | None = None
 
     @property
+    def by_caller(self) -> str | None:
+        """The kernels that the caller named, also where the environment has replaced them; None for
+        "auto" and "cudnn", which leave the choice to plan()."""
+        name = self.overridden or self.name
+        return None if name in ("auto", CUDNN) else name
+
+    @property
     def override(self) -> str:
         """Said in a repr behind the backend."""
         if self.overridden is None:

@@ -281,8 +281,13 @@ class PodWrapper:
 
     @property
     def _backend(self) -> str:
+        """The backend that the caller named, or the planned one after "auto"."""
+        return self._decode._requested_backend.by_caller or self._planned_backend
+
+    @property
+    def _planned_backend(self) -> str:
         last = self._pod_plans.last
-        return self._decode._backend if last is None else last.launch.backend.name
+        return self._decode._planned_backend if last is None else last.launch.backend.name
 
     _indptr_type = torch.int32
 
@@ -294,7 +299,7 @@ class PodWrapper:
         last = self._pod_plans.last
         launches = "no run yet" if last is None else f"launches={last.launches}"
         return (
-            f"{name}(backend={self._backend!r}{decode._requested_backend.override}, "
+            f"{name}(backend={self._planned_backend!r}{decode._requested_backend.override}, "
             f"variant={self.variant!r}, {launches}, {where})"
         )
 

@@ -531,7 +531,7 @@ class BatchPrefillWrapper(EngineAttributes):
         if request is None:
             return f"{name}(backend={self._requested_backend!r}, {where}, not planned)"
         return (
-            f"{name}(backend={self._backend!r}{self._requested_backend.override}, "
+            f"{name}(backend={self._planned_backend!r}{self._requested_backend.override}, "
             f"variant={self.variant!r}, {where}, "
             f"batch_size={request.batch.num_requests})"
         )

@@ -270,7 +270,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
     @property
     def resolved_backend(self) -> str:
         """The backend that the last plan() chose; before one, what the constructor was given."""
-        return self._backend
+        return self._planned_backend
 
     @forwards(DecodeForwardArguments)
     def forward(self, a: DecodeForwardArguments) -> torch.Tensor:

@@ -14,7 +14,6 @@ from .._check import values as check
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import PagedPlanArguments
 from .._check.names import tells_nearest
-from .._compat.engine_attributes import told
 from .._plan.masks import written_out
 from .options import check_announced
 from .paged import BatchPrefillWithPagedKVCacheWrapper
@@ -202,10 +201,10 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         last = self._last_masked
         return super().variant if last is None else last.variant
 
-    @told
-    def _backend(self) -> str:
+    @property
+    def _planned_backend(self) -> str:
         last = self._last_masked
-        return super()._backend if last is None else last._backend
+        return super()._planned_backend if last is None else last._planned_backend
 
     @_called_like(plan, without=("non_blocking",))
     def workspace_size(self, **given: Any) -> tuple[int, int]:

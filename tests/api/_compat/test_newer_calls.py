@@ -277,13 +277,30 @@ def test_the_environment_overrides_the_backend(monkeypatch):
     for backend in ("fa2", "fa3", "cutlass"):
         wrapper = runner.make_wrapper(RAGGED, backend=backend)
         assert f"PREFLASH_BACKEND=auto instead of '{backend}'" in repr(wrapper)
+        assert wrapper._backend == backend
         runner.plan(wrapper, inputs)
-        assert wrapper._backend == "cpu"
+        assert wrapper._backend == backend  # engines compare it with the name in their code
+        assert wrapper.variant.startswith("cpu_")
         assert f"'cpu' (PREFLASH_BACKEND=auto instead of '{backend}')" in repr(wrapper)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     case = dataclasses.replace(SINGLE, qo_lens=(11,))  # not planned by another test
     inputs = build(case)
     runner.compare(inputs, *runner.single(inputs, backend="fa2")).check()
+
+
+def test_backend_attributes_under_the_override(monkeypatch):
+    inputs = build(PAGED)
+    for asked, override, told in (("auto", "cpu", "cpu"), ("cudnn", "auto", "cpu")):
+        monkeypatch.setenv("PREFLASH_BACKEND", override)
+        wrapper = runner.make_wrapper(PAGED, backend=asked)
+        runner.plan(wrapper, inputs)
+        assert wrapper._backend == told
+    monkeypatch.setenv("PREFLASH_BACKEND", "auto")
+    decode = preflash.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), backend="fa2")
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    indptr, last = torch.tensor([0, 2, 3], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    decode.plan(indptr, table, last, 4, 2, 64, 16)
+    assert (decode._backend, decode.resolved_backend) == ("fa2", "cpu")
 
 
 def test_no_override_is_told_of_where_none_is(monkeypatch):
