@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
+from .._paging import head_size_refusal, is_served_head_size
 from .builder import PreflashMetadataBuilder
 from .impl import PreflashImpl
 from .layers import FP8_CACHES
@@ -73,7 +74,7 @@ class PreflashBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and 0 < head_size <= 512
+        return is_served_head_size(head_size)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -113,16 +114,9 @@ class PreflashBackend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Returns a sentence that refuses the configuration, or None."""
-        if not cls.supports_head_size(head_size):
-            return f"preflash serves head sizes that are multiples of 8 up to 512, not {head_size}"
         if _DTYPE_OF_CACHE.get(kv_cache_dtype, dtype) != dtype:
             return (
                 f"preflash reads a 16-bit cache in the model's dtype {dtype}, not in "
                 f"{kv_cache_dtype}: use --kv-cache-dtype auto"
             )
-        if kv_cache_dtype in FP8_CACHES and head_size % 16 != 0:
-            return (
-                "preflash reads rows of 8 bits on multiples of 16 bytes, so an fp8 cache needs "
-                f"head sizes that are multiples of 16, not {head_size}"
-            )
-        return None
+        return head_size_refusal(head_size, kv_cache_dtype in FP8_CACHES)

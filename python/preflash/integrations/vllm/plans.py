@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from ...prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from .._paging import PageArrays, graph_wrapper, new_workspace, shared_workspace
 from .layers import CacheForm, LayerForm
 
 Wrappers = dict[LayerForm, Any]
-
-_WORKSPACE_BYTES = 128 << 20
 
 
 class Step(NamedTuple):
@@ -38,32 +37,6 @@ class Step(NamedTuple):
             self.seq_lens.data_ptr(),
             self.block_table.data_ptr(),
         )
-
-
-class PageArrays:
-    """paged_kv_indptr and paged_kv_last_page_len of batches of one size, reused in every step."""
-
-    def __init__(self, num_reqs: int, page_size: int) -> None:
-        self._page_size = page_size
-        self.indptr = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
-        self.last_page_len = torch.full((num_reqs,), page_size, dtype=torch.int32, device="cpu")
-        self._ends, self._last = self.indptr.numpy()[1:], self.last_page_len.numpy()
-        self._pages = np.zeros(num_reqs, np.int32)
-
-    def fill(self, lengths: np.ndarray, max_pages: int, *, exact: bool) -> None:
-        """Writes the arrays of requests of these lengths, int32 [num_reqs].
-
-        exact: also the number of keys in the last page; if False the last page counts as full,
-        which is an upper bound and takes half the time.
-        """
-        pages, page_size = self._pages, self._page_size
-        np.add(lengths, page_size - 1, out=pages)
-        np.floor_divide(pages, page_size, out=pages)
-        # A bound over all requests may be more than one block table has room for.
-        np.minimum(pages, max_pages, out=pages)
-        np.cumsum(pages, dtype=np.int32, out=self._ends)
-        if exact:
-            np.minimum(lengths - (pages - 1) * page_size, page_size, out=self._last)
 
 
 class PagedPlans:
@@ -169,23 +142,10 @@ class PagedPlans:
         no_keys = PageArrays(num_reqs, self._page_size)
         wrappers = {}
         for form in self._forms:
-            wrapper = wrappers[form] = self._graph_wrapper(step.block_table)
+            wrapper = wrappers[form] = graph_wrapper(self._workspace, step.block_table)
             self._plan(wrapper, form, step, rows, no_keys)
             self._run_once(wrapper, form, step.num_tokens)
         return wrappers
-
-    def _graph_wrapper(self, table: torch.Tensor) -> BatchPrefillWithPagedKVCacheWrapper:
-        num_reqs, num_blocks = table.shape
-        buffer = functools.partial(torch.empty, dtype=torch.int32, device=self._device)
-        return BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace,
-            use_cuda_graph=True,
-            qo_indptr_buf=buffer(num_reqs + 1),
-            paged_kv_indptr_buf=buffer(num_reqs + 1),
-            # The engine's own table where possible: plan() copies another one in every step.
-            paged_kv_indices_buf=table if table.is_contiguous() else buffer(num_reqs, num_blocks),
-            paged_kv_last_page_len_buf=buffer(num_reqs),
-        )
 
     def _run_once(self, wrapper: Any, form: LayerForm, num_tokens: int) -> None:
         """Runs a plan of requests without keys, which loads its kernels."""
@@ -230,15 +190,3 @@ class RaggedPlans:
                 q_data_type=cache.o_dtype,
             )
         return self._wrappers
-
-
-def new_workspace(device: torch.device) -> torch.Tensor:
-    """Scratch memory for split-KV partial results; preflash needs no more for any batch."""
-    num_bytes = _WORKSPACE_BYTES if device.type == "cuda" else 8 << 20
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-@functools.cache
-def shared_workspace(device: torch.device) -> torch.Tensor:
-    """The workspace of all groups whose launches follow each other on one stream."""
-    return new_workspace(device)
