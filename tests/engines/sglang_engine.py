@@ -1,4 +1,5 @@
-"""SGLang's FlashInferAttnBackend: extend, decode, and what its CUDA graphs do around decode."""
+"""SGLang's attention backends: its own for FlashInfer (FlashInferAttnBackend), and preflash's on
+SGLang's unmodified base classes. Extend, decode, and what CUDA graphs do around decode."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ REAL = (
     "sglang.srt.layers.radix_attention",
     "sglang.srt.model_executor.forward_batch_info",
 )
-BACKEND = "sglang.srt.layers.attention.flashinfer_backend"
+BACKENDS = {
+    "FLASHINFER": "sglang.srt.layers.attention.flashinfer_backend",
+    "PREFLASH": "preflash.integrations.sglang.backend",
+}
 MAX_REQUESTS = 16
 ENVIRONMENT = {"SGLANG_FLASHINFER_WORKSPACE_SIZE": 32 << 20}
 
@@ -31,6 +35,13 @@ class _Environment:
             get=lambda: ENVIRONMENT.get(name, False),
             set=lambda value: ENVIRONMENT.__setitem__(name, value),
         )
+
+
+class _NoSpeculation:
+    """SpeculativeAlgorithm.NONE."""
+
+    def __getattr__(self, name: str):
+        return lambda: name == "is_none"
 
 
 class _WriteLoc:
@@ -130,8 +141,9 @@ class _Pool:
         )
 
 
-def load(root: Path, device: torch.device):
-    """The module of SGLang's backend, from the directory that holds `sglang`."""
+def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
+    """The backend of that name, with the modules of SGLang in the directory that holds
+    `sglang`."""
     finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
     environment = _Environment()
     if device.type == "cuda":
@@ -144,7 +156,8 @@ def load(root: Path, device: torch.device):
         "get_exec": lambda: SimpleNamespace(
             features=off, deterministic=SimpleNamespace(enable_deterministic_inference=False)
         ),
-        "get_parallel": lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1),
+        "get_parallel": lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1),
+        "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=None),
         "get_platform": lambda: SimpleNamespace(is_sm100=False),
     }
     values["sglang.kernels.kernel_api_logging"] = {"debug_kernel_api": lambda f: f}
@@ -161,6 +174,9 @@ def load(root: Path, device: torch.device):
         "SWATokenToKVPoolAllocator": type("Swa", (), {}),
     }
     values["sglang.srt.mem_cache.memory_pool"] = {"KVWriteLoc": _WriteLoc}
+    values["sglang.srt.layers.attention.verify_mask"] = {
+        "maybe_create_verify_mask": lambda **_kwargs: None
+    }
     common = {
         "is_flashinfer_available": lambda: True,
         "is_sm100_supported": lambda: False,
@@ -189,7 +205,9 @@ def load(root: Path, device: torch.device):
     values[f"{runner}.runner_backend_utils.tc_piecewise_cuda_graph"] = piecewise
     values["sglang.srt.compilation.piecewise_context_manager"] = piecewise
     finder.install()
-    module = importlib.import_module(BACKEND)
+    module = importlib.import_module(BACKENDS[backend])
+    if backend == "PREFLASH":
+        return SimpleNamespace(module=module, loaded=finder.loaded, engine=PreflashEngine)
     if device.type != "cuda":
         module.torch = _TorchWithoutCuda()
     return SimpleNamespace(module=module, loaded=finder.loaded, engine=SglangEngine)
@@ -215,7 +233,20 @@ class SglangEngine:
             is_encoder_decoder=False,
             hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
         )
-        none = SimpleNamespace(is_frozen_kv_mtp=lambda: False)
+        attention = importlib.import_module(REAL[2]).RadixAttention
+        layers = [
+            attention(
+                shape.num_qo_heads,
+                shape.head_dim,
+                shape.scale,
+                shape.num_kv_heads,
+                index,
+                logit_cap=shape.soft_cap or 0.0,
+                sliding_window_size=-1 if window is None else window,
+            )
+            for index in range(shape.num_layers)
+        ]
+        self._layers = torch.nn.ModuleList(layers)
         self._runner = SimpleNamespace(
             req_to_token_pool=SimpleNamespace(req_to_token=self._table, size=MAX_REQUESTS),
             token_to_kv_pool=self._pool,
@@ -233,37 +264,27 @@ class SglangEngine:
             decode_attention_backend_str="flashinfer",
             kv_cache_dtype=_cache_dtype(shape),
             dtype=shape.dtype,
-            page_size=1,
+            kv_cache_dtype_str="fp8_e4m3" if shape.fp8_cache else "auto",
+            model=self._layers,
+            page_size=self._page_size(path),
             sliding_window_size=window,
             device=str(device),
             is_draft_worker=False,
-            spec_algorithm=none,
+            init_new_workspace=False,
+            use_mla_backend=False,
+            attention_chunk_size=None,
+            spec_algorithm=_NoSpeculation(),
         )
-        self._backend = loaded.module.FlashInferAttnBackend(self._runner)
+        self._backend = self._make_backend(self._runner)
         if path == "graph":
             self._backend.init_cuda_graph_state(MAX_REQUESTS, MAX_REQUESTS)
-        kinds = importlib.import_module(REAL[2]).AttentionType
-        self._layers = [
-            SimpleNamespace(
-                layer_id=index,
-                tp_q_head_num=shape.num_qo_heads,
-                tp_k_head_num=shape.num_kv_heads,
-                tp_v_head_num=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                v_head_dim=shape.head_dim,
-                scaling=shape.scale,
-                logit_cap=shape.soft_cap or 0.0,
-                sliding_window_size=-1 if window is None else window,
-                is_cross_attention=False,
-                attn_type=kinds.DECODER,
-                k_scale=None,
-                v_scale=None,
-                k_scale_float=None,
-                v_scale_float=None,
-            )
-            for index in range(shape.num_layers)
-        ]
         self._captured: set[int] = set()
+
+    def _page_size(self, _path: str) -> int:
+        return 1
+
+    def _make_backend(self, runner: SimpleNamespace):
+        return self._module.FlashInferAttnBackend(runner)
 
     def begin(self, batch: Batch, slots: torch.Tensor) -> None:
         for request in batch.requests:
@@ -316,9 +337,12 @@ class SglangEngine:
                 forward.forward_mode, None, forward.seq_lens_cpu,
             )  # fmt: skip
         if self._device.type != "cuda":  # where nothing was captured, the calls are made again
-            backend.forward_metadata = self._module.DecodeMetadata(
-                backend.decode_cuda_graph_metadata[size]
-            )
+            self._use_wrappers_of_graph(size)
+
+    def _use_wrappers_of_graph(self, size: int) -> None:
+        backend = self._backend
+        wrappers = backend.decode_cuda_graph_metadata[size]
+        backend.forward_metadata = self._module.DecodeMetadata(wrappers)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         forward = self._backend.forward_decode if self._decode else self._backend.forward_extend
@@ -330,3 +354,19 @@ class SglangEngine:
         found = [backend.prefill_wrapper_ragged, *backend.prefill_wrappers_paged]
         graph = [w for wrappers in backend.decode_cuda_graph_metadata.values() for w in wrappers]
         return found + backend.decode_wrappers + graph
+
+
+class PreflashEngine(SglangEngine):
+    """preflash's backend, with block tables of SGLang's pages or of single tokens."""
+
+    def _page_size(self, path: str) -> int:
+        return PAGE if path in ("eager", "graph") else 1
+
+    def _make_backend(self, runner: SimpleNamespace):
+        return self._module.PreflashAttnBackend(runner)
+
+    def _use_wrappers_of_graph(self, size: int) -> None:
+        """Nothing to do: a plan of preflash's backend is what the next calls of its layers use."""
+
+    def wrappers(self) -> list:
+        return list(self._backend.plans.wrappers.values())

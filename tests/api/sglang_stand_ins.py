@@ -1,0 +1,431 @@
+"""Small stand-ins for SGLang's classes, and models that call preflash's backend as SGLang does."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from types import SimpleNamespace
+
+import torch
+
+D, HEADS, KV_HEADS, SCALE = 64, 4, 2, 0.2
+SLOTS, MAX_TOKENS = 4096, 256
+
+
+class Mode(enum.Enum):
+    """ForwardMode."""
+
+    EXTEND = enum.auto()
+    DECODE = enum.auto()
+    IDLE = enum.auto()
+    TARGET_VERIFY = enum.auto()
+    DRAFT_EXTEND_V2 = enum.auto()
+    DLLM_EXTEND = enum.auto()
+
+    def is_idle(self):
+        return self is Mode.IDLE
+
+    def is_decode_or_idle(self):
+        return self in (Mode.DECODE, Mode.IDLE)
+
+    def is_target_verify(self):
+        return self is Mode.TARGET_VERIFY
+
+    def is_draft_extend_v2(self):
+        return self is Mode.DRAFT_EXTEND_V2
+
+    def is_dllm_extend(self):
+        return self is Mode.DLLM_EXTEND
+
+
+class Algorithm:
+    """SpeculativeAlgorithm."""
+
+    def __init__(self, name="NONE"):
+        self.name = name
+
+    def __getattr__(self, name):
+        kind = name.removeprefix("is_").upper()
+        return lambda: self.name == kind
+
+
+class AttentionType(enum.Enum):
+    DECODER = "decoder"
+    DECODER_BIDIRECTIONAL = "decoder_bidirectional"
+    ENCODER_ONLY = "encoder_only"
+
+
+class Layer(torch.nn.Module):
+    """RadixAttention."""
+
+    def __init__(self, layer_id=0, **options):
+        super().__init__()
+        self.layer_id = layer_id
+        self.tp_q_head_num, self.tp_k_head_num = HEADS, KV_HEADS
+        self.tp_v_head_num = KV_HEADS
+        self.head_dim, self.v_head_dim, self.scaling, self.logit_cap = D, D, SCALE, 0.0
+        self.sliding_window_size, self.is_cross_attention = -1, False
+        self.attn_type, self.pos_encoding_mode = AttentionType.DECODER, "NONE"
+        self.logit_capping_method, self.xai_temperature_len = "tanh", -1
+        self.k_scale = self.v_scale = self.k_scale_float = self.v_scale_float = None
+        vars(self).update(options)
+
+
+class WriteLoc:
+    """KVWriteLoc."""
+
+    def __init__(self, loc, swa_loc):
+        self.loc, self.swa_loc = loc, swa_loc
+
+    @classmethod
+    def for_layer(cls, batch, layer, *, swa_loc=None):
+        name = "encoder_out_cache_loc" if layer.is_cross_attention else "out_cache_loc"
+        return cls(getattr(batch, name), swa_loc)
+
+
+class Pool:
+    """token_to_kv_pool: [slots, heads, dim] of each layer, NaN where nothing was written."""
+
+    def __init__(self, layers, dtype, device):
+        def empty(dim):
+            values = torch.full((SLOTS, KV_HEADS, dim), float("nan"), device=device)
+            return values.to(dtype)
+
+        self.layers = layers
+        self.pairs = [(empty(layer.head_dim), empty(layer.v_head_dim)) for layer in layers]
+
+    def get_kv_buffer(self, layer_id):
+        return self.pairs[layer_id]
+
+    def set_kv_buffer(self, layer, loc, k, v, k_scale, v_scale):
+        loc = loc.loc if loc.swa_loc is None else loc.swa_loc
+        for buffer, new, scale in zip(
+            self.pairs[layer.layer_id], (k, v), (k_scale, v_scale), strict=True
+        ):
+            new = (new if scale is None else new / scale).to(buffer.dtype)
+            buffer[loc] = new.view(len(loc), *buffer.shape[1:])
+
+
+class WindowPool(Pool):
+    """SWAKVPool: slots of layers with a window are others, and it wants them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        pages = torch.randperm(SLOTS // 16, generator=torch.Generator().manual_seed(5))
+        mapping = (pages[:, None] * 16 + torch.arange(16)).flatten()
+        self._mapping = mapping.to(self.pairs[0][0].device)
+
+    def translate_loc_from_full_to_swa(self, slots):
+        return self._mapping[slots]
+
+    def set_kv_buffer(self, layer, loc, *args):
+        assert (loc.swa_loc is not None) == (layer.sliding_window_size >= 0)
+        super().set_kv_buffer(layer, loc, *args)
+
+
+@dataclasses.dataclass
+class Request:
+    """One request of a step. The new tokens are the last ones of its keys; encoder: tokens of an
+    encoder before them."""
+
+    new: int
+    total: int
+    encoder: int = 0
+
+
+class Engine:
+    """Layers of a model, their backend, and SGLang's table and pool."""
+
+    def __init__(
+        self, sglang, *layers, dtype=torch.float16, kv_dtype=None, page_size=1, window_pool=False,
+        encoder_decoder=False, **changed,
+    ):  # fmt: skip
+        self.device, self.dtype, self.page_size = sglang.device, dtype, page_size
+        self.layers = [Layer(i, **options) for i, options in enumerate(layers or [{}])]
+        self.kv_dtype = kv_dtype or dtype
+        pool = WindowPool if window_pool else Pool
+        self.pool = pool(self.layers, self.kv_dtype, self.device)
+        self.table = torch.zeros(17, MAX_TOKENS, dtype=torch.int32, device=self.device)
+        pages = torch.randperm(SLOTS // 16 - 1, generator=torch.Generator().manual_seed(1)) + 1
+        self.free_pages = pages.tolist()
+        values = {
+            "model": torch.nn.ModuleList(self.layers),
+            "model_config": SimpleNamespace(
+                context_len=MAX_TOKENS, is_encoder_decoder=encoder_decoder
+            ),
+            "token_to_kv_pool": self.pool,
+            "req_to_token_pool": SimpleNamespace(req_to_token=self.table),
+            "kv_index_translator": SimpleNamespace(reads_are_translated=False),
+            "kv_cache_dtype": self.kv_dtype,
+            "kv_cache_dtype_str": "auto",
+            "dtype": dtype,
+            "page_size": page_size,
+            "init_new_workspace": False,
+            "is_draft_worker": False,
+            "use_mla_backend": False,
+            "attention_chunk_size": None,
+            "spec_algorithm": Algorithm(),
+        }
+        self.runner = SimpleNamespace(**{**values, **changed})
+        self.sglang = sglang
+
+    @property
+    def backend(self):
+        if "_backend" not in vars(self):
+            self._backend = self.sglang.backend(self.runner)
+        return self._backend
+
+    def tensor(self, values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def allocate(self, requests, room=0):
+        """Gives the requests rows 1, 2, ... of the table, with slots in shuffled pages of 16."""
+        for row, request in enumerate(requests, 1):
+            slots = []
+            while len(slots) < min(request.encoder + request.total + room, MAX_TOKENS):
+                page = self.free_pages.pop()
+                slots += range(16 * page, 16 * page + 16)
+            slots = slots[:MAX_TOKENS]
+            self.table[row, : len(slots)] = self.tensor(slots, torch.int32)
+
+    def inputs(self, requests, seed=0):
+        """q of every layer, and k and v of each request, all on the CPU."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def values(n, heads, dim):
+            return torch.randn(n, heads, dim, generator=generator).to(self.dtype)
+
+        rows = sum(request.new for request in requests)
+        found = []
+        for layer in self.layers:
+            pairs = []
+            for request in requests:
+                n = request.encoder if layer.is_cross_attention else request.total
+                pairs.append(
+                    (values(n, KV_HEADS, layer.head_dim), values(n, KV_HEADS, layer.v_head_dim))
+                )
+            found.append((values(rows, HEADS, layer.head_dim), pairs))
+        return found
+
+    def batch(self, requests, mode, padding=0, **changed):
+        """ForwardBatch. padding: requests of one token in row 0, as SGLang pads for graphs."""
+        lengths = [request.total for request in requests] + [1] * padding
+        drafts = requests[0].new if mode is Mode.TARGET_VERIFY else 0
+        lengths = [n - drafts for n in lengths[: len(requests)]] + lengths[len(requests) :]
+        rows = range(1, len(requests) + 1)
+        locs = [
+            self.slot(row, r.total - r.new, r.total, r)
+            for row, r in zip(rows, requests, strict=True)
+        ]
+        encoder = [request.encoder for request in requests] + [0] * padding
+        encoder_locs = [self.table[row, :n] for row, n in zip(rows, encoder, strict=False)]
+        values = {
+            "forward_mode": mode,
+            "batch_size": len(lengths),
+            "req_pool_indices": self.tensor([*rows] + [0] * padding),
+            "seq_lens": self.tensor(lengths),
+            "seq_lens_cpu": torch.tensor(lengths),
+            "extend_seq_lens_cpu": [request.new for request in requests],
+            "out_cache_loc": torch.cat(locs).long(),
+            "encoder_out_cache_loc": torch.cat(encoder_locs).long(),
+            "encoder_lens": self.tensor(encoder),
+            "encoder_lens_cpu": encoder,
+            "cross_attention_custom_mask": None,
+            "spec_info": None,
+        }
+        return SimpleNamespace(**{**values, **changed})
+
+    def slot(self, row, begin, end, request):
+        return self.table[row, request.encoder + begin : request.encoder + end]
+
+    def fill(self, requests, inputs):
+        """Writes the keys before the new ones into the cache."""
+        for layer, (_, pairs) in zip(self.layers, inputs, strict=True):
+            for row, (request, (k, v)) in enumerate(zip(requests, pairs, strict=True), 1):
+                if layer.is_cross_attention:
+                    continue
+                n = request.total - request.new
+                self.write(layer, self.slot(row, 0, n, request), k[:n], v[:n])
+
+    def write(self, layer, slots, k, v):
+        slots, swa = slots.long(), None
+        if isinstance(self.pool, WindowPool) and layer.sliding_window_size >= 0:
+            swa = self.pool.translate_loc_from_full_to_swa(slots)
+        k, v = k.to(self.device), v.to(self.device)
+        self.pool.set_kv_buffer(layer, WriteLoc(slots, swa), k, v, layer.k_scale, layer.v_scale)
+
+    def forward(self, index, q, k, v, batch, backend=None, **options):
+        backend = self.backend if backend is None else backend
+        decode = batch.forward_mode is Mode.DECODE
+        call = backend.forward_decode if decode else backend.forward_extend
+        q = q.to(self.device).flatten(1)
+        k, v = (x if x is None else x.to(self.device) for x in (k, v))
+        out = call(q, k, v, self.layers[index], batch, **options)
+        return out.view(len(q), HEADS, -1)
+
+    def new_keys(self, index, requests, pairs):
+        """k and v of the new tokens, or of the encoders for cross-attention."""
+        if self.layers[index].is_cross_attention:
+            return tuple(torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+        return tuple(
+            torch.cat([pair[i][r.total - r.new :] for r, pair in zip(requests, pairs, strict=True)])
+            for i in (0, 1)
+        )
+
+    def check(self, requests, mode=Mode.EXTEND, *, seed=0, masks=None, sinks=None, **changed):
+        """Every layer on one eager step, against float32."""
+        self.allocate(requests)
+        inputs = self.inputs(requests, seed)
+        self.fill(requests, inputs)
+        batch = self.batch(requests, mode, **changed)
+        self.backend.init_forward_metadata(batch)
+        options = {} if sinks is None else {"sinks": sinks.to(self.device)}
+        for index, (q, pairs) in enumerate(inputs):
+            k, v = self.new_keys(index, requests, pairs)
+            out = self.forward(index, q, k, v, batch, **options)
+            wanted = reference(q, pairs, requests, self.layers[index], self, masks, sinks)
+            close(out, wanted, 0.08 if self.kv_dtype != self.dtype else 0.01)
+        return batch
+
+
+def reference(q, pairs, requests, layer, engine, masks=None, sinks=None):
+    """masks: bool [new, total] of each request instead of causal masking."""
+    q, rows, out = q.float(), 0, []
+    for i, (request, (k, v)) in enumerate(zip(requests, pairs, strict=True)):
+        mine = q[rows : rows + request.new]
+        rows += request.new
+        if engine.kv_dtype != engine.dtype:
+            k = (k / layer.k_scale).to(engine.kv_dtype).float() * layer.k_scale
+            v = (v / layer.v_scale).to(engine.kv_dtype).float() * layer.v_scale
+        k, v = (x.float().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        if len(k) == 0:
+            out.append(mine.new_zeros(request.new, HEADS, v.shape[-1]))
+            continue
+        logits = torch.einsum("qhd,khd->hqk", mine, k) * layer.scaling
+        if layer.logit_cap:
+            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+        if not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER:
+            position = torch.arange(request.total - request.new, request.total)[:, None]
+            distance = position - torch.arange(request.total)
+            hidden = distance < 0 if masks is None else ~masks[i]
+            if layer.sliding_window_size >= 0:
+                hidden = hidden | (distance > layer.sliding_window_size)
+            logits = logits.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            column = sinks.float()[:, None, None].expand(-1, request.new, 1)
+            logits = torch.cat([logits, column], -1)
+            v = torch.cat([v, torch.zeros_like(v[:1])])
+        out.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), v))
+    return torch.cat(out)
+
+
+def close(got, wanted, tolerance=0.01):
+    assert got.shape == wanted.shape
+    error = (got.float().cpu() - wanted).abs().max()
+    assert error < tolerance * max(1.0, float(wanted.abs().max())), error
+
+
+NUM_STEPS = 4
+
+
+class Drafts:
+    """Draft trees of requests whose tokens are in the cache, placed as SGLang's allocator does."""
+
+    def __init__(self, engine, topk, lengths, seed=0):
+        self.engine, self.topk, self.lengths = engine, topk, lengths
+        self.requests = tuple(Request(0, n) for n in lengths)
+        engine.allocate(self.requests, room=topk * (NUM_STEPS + engine.page_size) + 16)
+        self.inputs = engine.inputs(self.requests, seed)
+        engine.fill(self.requests, self.inputs)
+        self.generator = torch.Generator().manual_seed(seed + 100)
+        self.keys = [
+            [[list(pair) for _ in range(topk)] for pair in pairs] for _, pairs in self.inputs
+        ]
+
+    def loc(self, row, branch, step):
+        """Cache slot of a branch's token of a step."""
+        length, page = self.lengths[row], self.engine.page_size
+        if page == 1 or self.topk == 1:
+            column = length + branch * NUM_STEPS + step
+        else:
+            last = length % page
+            pages = math.ceil((last + NUM_STEPS) / page)
+            column = length // page * page + branch * pages * page + last + step
+        return int(self.engine.table[row + 1, column])
+
+    def batch(self, padding=0, **changed):
+        lengths = [*self.lengths, *[1] * padding]
+        values = {
+            "forward_mode": Mode.DECODE,
+            "batch_size": len(lengths),
+            "req_pool_indices": self.engine.tensor(
+                [*range(1, len(self.lengths) + 1), *[0] * padding]
+            ),
+            "seq_lens": self.engine.tensor(lengths),
+            "seq_lens_cpu": torch.tensor(lengths),
+        }
+        return SimpleNamespace(**{**values, **changed})
+
+    def new_token(self, layer, step):
+        """q, k and v of a step's tokens, and their slots; keeps k and v for the reference."""
+        n = len(self.lengths) * self.topk
+        dims = (HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim)
+        q, k, v = (
+            torch.randn(n, *dim, generator=self.generator).to(self.engine.dtype) for dim in dims
+        )
+        locs = []
+        for row in range(len(self.lengths)):
+            for branch in range(self.topk):
+                kept = self.keys[layer.layer_id][row][branch]
+                for i, new in ((0, k), (1, v)):
+                    kept[i] = torch.cat([kept[i], new[row * self.topk + branch][None]])
+                locs.append(self.loc(row, branch, step))
+        return q, k, v, self.engine.tensor(locs)
+
+    def wanted(self, layer, q, step):
+        pairs = [branch for row in self.keys[layer.layer_id] for branch in row]
+        requests = [Request(1, n + step + 1) for n in self.lengths for _ in range(self.topk)]
+        return reference(q, pairs, requests, layer, self.engine)
+
+
+class Graph:
+    """One layer's runs on buffers of a captured size."""
+
+    def __init__(self, engine, rows, backend, batch):
+        layer = engine.layers[0]
+        self.engine, self.backend, self.batch = engine, backend, batch
+        zeros = [
+            torch.zeros(rows, heads, dim, dtype=engine.dtype, device=engine.device)
+            for heads, dim in (
+                (HEADS, layer.head_dim),
+                (KV_HEADS, layer.head_dim),
+                (KV_HEADS, layer.v_head_dim),
+            )
+        ]
+        self.inputs, self.locs = zeros, engine.tensor([0] * rows)
+        self.graph = None
+        for _ in range(2):  # warm-up
+            self._run()
+        if engine.device.type == "cuda":
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._run()
+
+    def _run(self):
+        self.batch.out_cache_loc = self.locs
+        self.backend.init_forward_metadata_in_graph(self.batch)
+        self.out = self.engine.forward(0, *self.inputs, self.batch, self.backend)
+
+    def replay(self, q, k, v, locs):
+        """Replays rows of q, k and v at these slots; the other rows are padding at slot 0."""
+        self.locs.zero_()
+        self.locs[: len(locs)] = locs
+        for buffer, new in zip(self.inputs, (q, k, v), strict=True):
+            buffer.zero_()
+            buffer[: len(new)] = new.to(buffer.device)
+        if self.graph is None:
+            self._run()
+        else:
+            self.graph.replay()
+        return self.out[: len(q)]
