@@ -99,7 +99,8 @@ class Plans:
         keys, masked = step.keys(form.source), self._is_masked(form)
         # preflash splits the keys of a window, and takes a mask, where their number is known.
         bounded = not (keys.exact and (masked or form.window_left >= 0))
-        pages = self._page_arrays(len(keys.bounds_cpu)).fill(keys.bounds_cpu, self._page_size)
+        pages = self._page_arrays(len(keys.bounds_cpu))
+        pages.fill(keys.bounds_cpu, keys.table.shape[1], exact=not bounded)
         wrapper.plan(
             step.qo_indptr_cpu,
             pages.indptr,
@@ -138,5 +139,5 @@ class Plans:
     def _page_arrays(self, num_requests: int) -> PageArrays:
         arrays = self._arrays.get(num_requests)
         if arrays is None:
-            arrays = self._arrays[num_requests] = PageArrays(num_requests)
+            arrays = self._arrays[num_requests] = PageArrays(num_requests, self._page_size)
         return arrays
