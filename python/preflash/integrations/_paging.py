@@ -22,8 +22,8 @@ class PageArrays:
         self._ends, self._last = self.indptr.numpy()[1:], self.last_page_len.numpy()
         self._pages = np.zeros(num_reqs, np.int32)
 
-    def fill(self, lengths: np.ndarray, max_pages: int, *, exact: bool) -> PageArrays:
-        """Writes the arrays of requests of these lengths, int32 [num_reqs]. Returns self.
+    def fill(self, lengths: np.ndarray, max_pages: int, *, exact: bool) -> None:
+        """Writes the arrays of requests of these lengths, int32 [num_reqs].
 
         Args:
             max_pages: columns of the block table. A bound over all requests may be more.
@@ -40,7 +40,6 @@ class PageArrays:
         elif not self._last_are_full:
             self._last.fill(page_size)
         self._last_are_full = not exact
-        return self
 
 
 def graph_wrapper(
