@@ -103,7 +103,8 @@ class Pool:
         for buffer, new, scale in zip(
             self.pairs[layer.layer_id], (k, v), (k_scale, v_scale), strict=True
         ):
-            new = (new if scale is None else new / scale).to(buffer.dtype)
+            if new.dtype != buffer.dtype:  # as SGLang does: only what it converts it scales
+                new = (new if scale is None else new / scale).to(buffer.dtype)
             buffer[loc] = new.view(len(loc), *buffer.shape[1:])
 
 

@@ -240,6 +240,14 @@ def test_an_fp8_cache_with_scales(sglang, kv_dtype):
     engine.check(DECODES, Mode.DECODE, seed=1)
 
 
+def test_scales_beside_a_16_bit_cache(sglang):
+    """A checkpoint has scales whatever --kv-cache-dtype is; SGLang writes such a cache without."""
+    scales = {"k_scale": 0.05, "k_scale_float": 0.05, "v_scale": 0.05, "v_scale_float": 0.05}
+    engine = Engine(sglang, scales, page_size=16)
+    engine.check(MIXED)
+    engine.check(DECODES, Mode.DECODE, seed=1)
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_cross_attention(sglang, page_size, known):
@@ -328,6 +336,13 @@ def test_a_layer_that_is_no_module_of_the_model(sglang):
     engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
     engine.check(MIXED)
     engine.check(DECODES, Mode.DECODE)
+
+
+def test_a_layer_that_is_no_module_of_the_model_may_be_refused(sglang):
+    engine = Engine(sglang, {}, {"logit_cap": 3.0, "xai_temperature_len": 8})
+    engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
+    with pytest.raises(NotImplementedError, match="layer 1: preflash does not scale the logits"):
+        engine.check(MIXED)
 
 
 def test_an_idle_step_has_no_plan(sglang):
@@ -491,11 +506,10 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
     backend = engine.backend
     backend.init_cuda_graph_state(size + 2, (size + 2) * rows)
     assert (backend.verify_mask is None) == (topk > 1)
-    extra = rows if mode is Mode.DRAFT_EXTEND_V2 else 0
     ones = torch.ones(size * rows * (rows + 1), dtype=torch.bool, device=sglang.device)
     info = spec_info(rows)
     info.custom_mask = ones
-    lengths = [1 + extra] * size
+    lengths = [1] * size  # of padding, too, also where a request has more query rows
     captured = SimpleNamespace(
         forward_mode=mode,
         batch_size=size,
@@ -515,9 +529,6 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
         batch = engine.batch(
             requests, mode, size - len(requests), spec_info=info, extend_seq_lens_cpu=None
         )
-        if extra:
-            batch.seq_lens[len(requests) :] = extra + 1
-            batch.seq_lens_cpu[len(requests) :] = extra + 1
         backend.init_forward_metadata_out_graph(batch)
         assert all(w.is_cuda_graph_enabled for w in backend.plans.wrappers.values())
         ((q, pairs),) = inputs
@@ -549,6 +560,41 @@ def test_replays_of_draft_steps(sglang, topk, page_size):
         for step, graph in enumerate(graphs):
             q, k, v, locs = drafts.new_token(engine.layers[0], step)
             close(graph.replay(q, k, v, locs), drafts.wanted(engine.layers[0], q, step))
+
+
+def captured_decodes(engine):
+    engine.allocate(DECODES)
+    batch = engine.batch(DECODES, Mode.DECODE)
+    engine.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    return batch, dict(engine.backend.plans.wrappers)
+
+
+def test_two_graphs_of_one_size_share_their_plan(sglang):
+    """SGLang captures a size with and without LoRA, and plans once before it replays either."""
+    engine = Engine(sglang, {}, {"sliding_window_size": 8})
+    engine.backend.init_cuda_graph_state(4, 4)
+    _, first = captured_decodes(engine)
+    _, second = captured_decodes(engine)
+    assert len(first) == 2
+    assert first == second
+    engine.backend.init_cuda_graph_state(4, 4)  # other memory: every graph is captured again
+    _, third = captured_decodes(engine)
+    assert not set(first.values()) & set(third.values())
+
+
+def test_scales_that_are_updated_after_a_capture(sglang):
+    scales = {"k_scale": 2.0, "k_scale_float": 2.0, "v_scale": 0.5, "v_scale_float": 0.5}
+    for kv_dtype in (torch.float16, torch.float8_e4m3fn):
+        engine = Engine(sglang, scales, kv_dtype=kv_dtype)
+        engine.backend.init_cuda_graph_state(4, 4)
+        batch, _ = captured_decodes(engine)
+        engine.backend.init_forward_metadata_out_graph(batch)
+        engine.layers[0].v_scale_float = 0.25
+        if kv_dtype is torch.float16:
+            engine.backend.init_forward_metadata_out_graph(batch)
+            continue
+        with pytest.raises(RuntimeError, match="scales of k and v are not those that CUDA graphs"):
+            engine.backend.init_forward_metadata_out_graph(batch)
 
 
 def test_a_layer_found_in_the_warm_up_is_captured(sglang):

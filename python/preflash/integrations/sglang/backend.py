@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_spec
 
 from .._paging import new_workspace, shared_workspace
-from .layers import attention_layers, layer_form
-from .limits import check_runner, verifies_trees
+from .layers import FP8_DTYPES, attention_layers, layer_form
+from .limits import check_layer, check_runner, verifies_trees
 from .plans import Plans
 from .steps import GraphMemory, Step, StepMaker
 from .tables import SlotTable
@@ -59,6 +59,10 @@ class PreflashAttnBackend(AttentionBackend):
             (new_workspace if model_runner.init_new_workspace else shared_workspace)(device),
         )
         self._make_step = StepMaker(self.slots, config.is_encoder_decoder)
+        # A 16-bit cache has the keys and values as they are, whatever scales a model has loaded.
+        self._reads_scales = model_runner.kv_cache_dtype in FP8_DTYPES
+        self._layers = list(attention_layers(model_runner.model)) if self._reads_scales else []
+        self._captured_scales: list[tuple] = []
         self._is_draft = model_runner.is_draft_worker
         self._with_trees = verifies_trees(model_runner) and not self._is_draft
         self._memory: GraphMemory | None = None
@@ -77,6 +81,7 @@ class PreflashAttnBackend(AttentionBackend):
         """Allocates what graphs of up to max_bs requests and max_num_tokens query rows read."""
         mask_rows = max_num_tokens // max_bs if self._with_trees else 0
         self._memory = GraphMemory(self.slots, max_bs, mask_rows)
+        self.plans.forget_captures()
         if not self._with_trees:  # chains are verified with causal masking, which reads no mask
             self._verify_mask = maybe_create_verify_mask(
                 is_draft_runner=self._is_draft,
@@ -93,7 +98,9 @@ class PreflashAttnBackend(AttentionBackend):
 
         Raises:
             NotImplementedError: a step of prefills.
+            RuntimeError: as check_scales().
         """
+        self.check_scales(in_capture)
         mode = forward_batch.forward_mode
         uniform = mode.is_target_verify() or mode.is_draft_extend_v2()
         if not (mode.is_decode_or_idle() or uniform):
@@ -109,6 +116,18 @@ class PreflashAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Begins a forward pass, whose first layer with a sliding window maps its cache slots."""
         self._window_locs = None
+
+    def check_scales(self, in_capture: bool) -> None:
+        """Raises RuntimeError if the scales of an fp8 cache are not those of the captured launches,
+        which an update of the weights does not reach."""
+        scales = [(layer.k_scale_float, layer.v_scale_float) for layer in self._layers]
+        if in_capture:
+            self._captured_scales = scales
+        elif scales != self._captured_scales:
+            raise RuntimeError(
+                "weights were updated, and the scales of k and v are not those that CUDA graphs "
+                "were captured with: start again, or use --disable-cuda-graph"
+            )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -162,7 +181,11 @@ class PreflashAttnBackend(AttentionBackend):
         Returns:
             [num_tokens, num_heads * v_head_dim]; rows of padding are 0.
         """
-        wrapper = self.plans.wrapper(self._form(layer))
+        form = self._form(layer)
+        if form not in self.plans.forms:  # a layer that is no module of the model
+            check_layer(layer, self.kv_cache_dtype, self._with_trees)
+            self.plans.add(form)
+        wrapper = self.plans.wrappers[form]
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         sinks = None if sinks is None else sinks.float()  # the dtype that run() takes
         if layer.attn_type == AttentionType.ENCODER_ONLY:
@@ -174,8 +197,8 @@ class PreflashAttnBackend(AttentionBackend):
         out = wrapper.run(
             q,
             self._key_and_value(layer),
-            k_scale=layer.k_scale_float,
-            v_scale=layer.v_scale_float,
+            k_scale=layer.k_scale_float if self._reads_scales else None,
+            v_scale=layer.v_scale_float if self._reads_scales else None,
             sinks=sinks,
         )
         return out.flatten(1)

@@ -51,6 +51,8 @@ class PreflashMultiStepDraftBackend:
         """Allocates what graphs of up to max_bs requests read."""
         rows = max_bs * self.topk
         self._memory = GraphMemory(self._slots, rows)
+        for backend in self.attn_backends:
+            backend.plans.forget_captures()
         self._lengths = torch.zeros(
             len(self.attn_backends), rows, dtype=torch.int32, device=self._slots.device
         )
@@ -59,6 +61,7 @@ class PreflashMultiStepDraftBackend:
         """Plans the steps that a CUDA graph captures or replays."""
         steps = self._steps(forward_batch, in_graph=True)
         for backend, step in zip(self.attn_backends, steps, strict=True):
+            backend.check_scales(in_capture)
             plans = backend.plans
             plan = plans.plan_for_capture if in_capture else plans.plan_for_replay
             plan(step, forward_batch.batch_size)

@@ -18,9 +18,14 @@ def check_runner(model_runner: Any) -> None:
         raise NotImplementedError(refusal)
     with_trees = not model_runner.is_draft_worker and verifies_trees(model_runner)
     for layer in attention_layers(model_runner.model):
-        refusal = layer_refusal(layer, model_runner.kv_cache_dtype, with_trees)
-        if refusal is not None:
-            raise NotImplementedError(f"layer {layer.layer_id}: {refusal}")
+        check_layer(layer, model_runner.kv_cache_dtype, with_trees)
+
+
+def check_layer(layer: Any, kv_dtype: torch.dtype, with_trees: bool) -> None:
+    """Raises NotImplementedError for a layer that preflash does not serve."""
+    refusal = layer_refusal(layer, kv_dtype, with_trees)
+    if refusal is not None:
+        raise NotImplementedError(f"layer {layer.layer_id}: {refusal}")
 
 
 def check_draft_window(model_runner: Any) -> None:

@@ -19,8 +19,7 @@ class Plans:
     """One plan a step for each form of the model's layers.
 
     Args:
-        forms: of the layers that the model has at construction; others are added at their first
-            run.
+        forms: of the layers that the model has at construction; add() adds others.
         page_size: tokens in a page of the block tables.
         q_dtype, kv_dtype: of queries and output, and of the cache.
         workspace: scratch memory of all launches.
@@ -34,7 +33,7 @@ class Plans:
         kv_dtype: torch.dtype,
         workspace: torch.Tensor,
     ) -> None:
-        self._forms = dict.fromkeys(forms)
+        self.forms = dict.fromkeys(forms)
         self._page_size, self._workspace = page_size, workspace
         self._q_dtype, self._kv_dtype = q_dtype, kv_dtype
         self._arrays: dict[int, PageArrays] = {}
@@ -49,24 +48,30 @@ class Plans:
         self._begin(step, self._eager[step.mask is not None], for_graph=False)
 
     def plan_for_capture(self, step: Step, shape: Hashable) -> None:
-        """plan(), for runs that a CUDA graph will record. No replay has more query rows."""
-        self._captured[shape] = {}
+        """plan(), for runs that a CUDA graph will record. No replay has more query rows.
+
+        Graphs of one shape, as SGLang captures with and without LoRA, share their wrappers, so that
+        a replay of either runs the last plan.
+        """
+        self._captured.setdefault(shape, {})
         self.plan_for_replay(step, shape)
+
+    def forget_captures(self) -> None:
+        """Drops the wrappers of all graphs, which will be captured again with other memory."""
+        self._captured.clear()
 
     def plan_for_replay(self, step: Step, shape: Hashable) -> None:
         """plan(), for the next replay of the graph that was captured with this shape."""
         self._begin(step, self._captured[shape], for_graph=True)
 
-    def wrapper(self, form: LayerForm) -> Any:
-        """Returns the form's wrapper, planned for the last step."""
-        if form not in self._forms:  # a layer that is no module of the model
-            self._forms[form] = None
-            self._plan_form(form)
-        return self.wrappers[form]
+    def add(self, form: LayerForm) -> None:
+        """Plans another form, in the last step and from now on."""
+        self.forms[form] = None
+        self._plan_form(form)
 
     def _begin(self, step: Step, wrappers: Wrappers, for_graph: bool) -> None:
         self._step, self.wrappers, self._for_graph = step, wrappers, for_graph
-        for form in self._forms:
+        for form in self.forms:
             self._plan_form(form)
 
     def _plan_form(self, form: LayerForm) -> None:
