@@ -71,14 +71,13 @@ def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
 def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
     """The batch of the index arrays of plan(), by name: of queries, of keys and, unless page_size
     is 0, of last pages. The planner checks their values."""
-    arrays: list[torch.Tensor] = []
-    known: dict[str, int] = {}
-    for (name, value), rule in zip(named.items(), ("indptr", "indptr", "lengths"), strict=False):
-        arrays.append(check.conforms(name, value, rule, device, known))
-        elements = arrays[0].numel()
-        if elements == 0:
-            raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
-        known = {"batch_size": elements - 1, "batch_size + 1": elements}
+    (_, qo_indptr), (kv_name, kv_indptr), *last_page_len = named.items()
+    elements = check.conforms("qo_indptr", qo_indptr, "indptr", device).numel()
+    if elements == 0:
+        raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
+    known = {"batch_size": elements - 1, "batch_size + 1": elements}
+    arrays = [qo_indptr, check.conforms(kv_name, kv_indptr, "indptr", device, known)]
+    arrays += [check.conforms(*one, "lengths", device, known) for one in last_page_len]
     remote = [not array.is_cpu for array in arrays]
     if remote == [False, False, True] and page_size == 1 and not _core.debugging():
         # A page of one token holds one: no wait to hear it from the GPU.

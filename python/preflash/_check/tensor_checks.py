@@ -5,10 +5,9 @@ conforms() checks a tensor against its rule, a row of [tensor] in cpp/variants/o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -267,6 +266,32 @@ _MEMORY = {
 }
 
 
+class _Dim(NamedTuple):
+    """A dimension of a rule."""
+
+    name: str
+    is_minimum: bool
+    size: int | None  # in every call
+
+    @classmethod
+    def of(cls, text: str) -> _Dim:
+        size = int(text) if text.isdigit() else None
+        return cls(text.removesuffix("+"), text.endswith("+"), size)
+
+
+# The rules' dimensions and dtypes as they are compared, by how the rules say them.
+_DIMS = {row.shape: tuple(map(_Dim.of, row.shape)) for row in TENSORS.values()}
+_FIXED_DTYPES = {
+    row.dtype: frozenset(
+        dtype
+        for name in row.dtype
+        for dtype in _KINDS.get(name, [[getattr(torch, name, None)]])[0]
+        if dtype is not None
+    )
+    for row in TENSORS.values()
+}
+
+
 @eager
 def conforms(
     name: str,
@@ -284,10 +309,12 @@ def conforms(
     Raises TypeError for a wrong type or dtype, ValueError for everything else.
     """
     row = TENSORS[rule or name]
-    if row.device == "any" and device is not None:
-        on_cpu_or(name, is_tensor(name, value), device)
-    value = tensor(name, value)
-    has_form(name, value, rule, device, known)
+    if not isinstance(value, Tensor):
+        is_tensor(name, value)
+    if row.device == "any" and not value.is_cpu and device is not None:
+        on_cpu_or(name, value, device)
+    tensor(name, value)
+    _check_form(name, value, row, device, known)
     if row.memory:
         _MEMORY[row.memory](name, value)
     if row.written:
@@ -303,69 +330,87 @@ def has_form(
     known: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Checks what conforms() does but for memory, which tensors that torch traces do not have."""
-    row = TENSORS[rule or name]
-    _check_dtype(name, is_tensor(name, value), row, known)
-    if device is not None:
-        (on_cpu_or if row.device == "any" else on_device)(name, value, device)
-    _check_shape(name, value, row, known)
+    _check_form(name, is_tensor(name, value), TENSORS[rule or name], device, known)
 
 
-def _check_dtype(name: str, value: torch.Tensor, row: TensorRule, known: Mapping[str, Any]) -> None:
-    allowed: list[torch.dtype] = []
-    words: list[str] = []
-    for dtype in row.dtype:
-        if dtype in _KINDS:
-            dtypes, text = _KINDS[dtype]
-        else:
-            found = known.get(dtype) or getattr(torch, dtype, None)
-            dtypes, text = ((found,), str(found)) if found else ((), "")
-        allowed += dtypes
-        words.append(text)
-    if not allowed or value.dtype in allowed:
-        return
-    wanted, note = " or ".join(words), f" ({row.note})" if row.note else ""
-    hint = f": pass {name}.int()" if torch.int32 in allowed and value.dtype in _INTEGERS else ""
-    raise TypeError(f"{name} is {value.dtype}; must be {wanted}{note}{hint}")
-
-
-def _check_shape(name: str, value: torch.Tensor, row: TensorRule, known: Mapping[str, Any]) -> None:
+def _check_form(
+    name: str,
+    value: torch.Tensor,
+    row: TensorRule,
+    device: torch.device | None,
+    known: Mapping[str, Any],
+) -> None:
+    # plan() checks several tensors: what conforms takes no further call.
+    if value.dtype not in _FIXED_DTYPES[row.dtype] and row.dtype:
+        _check_call_dtype(name, value, row, known)
+    if device is not None and value.device != device and not (value.is_cpu and row.device == "any"):
+        on_device(name, value, device)
     if not row.shape:
         return
     layout = known.get("kv_layout", "NHD") if row.kv_layout else "NHD"
-    shape = tuple(value.shape)
-    if _has_shape(shape, _ordered(row.shape, layout), known):
+    shape, dims = value.shape, _DIMS[row.shape]
+    if not _has_shape(shape, dims if layout == "NHD" else _exchanged(dims), known):
+        _refuse_shape(name, value, row, layout, known)
+
+
+def _has_shape(shape: Sequence[int], dims: tuple[_Dim, ...], known: Mapping[str, Any]) -> bool:
+    if len(shape) != len(dims):
+        return False
+    for found, (name, is_minimum, size) in zip(shape, dims):  # noqa: B905, which takes time
+        size = known.get(name, size)
+        if size is not None and (found < size if is_minimum else found != size):
+            return False
+    return True
+
+
+def _exchanged(dims: tuple[_Dim, ...]) -> tuple[_Dim, ...]:
+    *first, tokens, heads, head_dim = dims
+    return (*first, heads, tokens, head_dim)
+
+
+def _check_call_dtype(
+    name: str, value: torch.Tensor, row: TensorRule, known: Mapping[str, Any]
+) -> None:
+    """Raises TypeError unless the dtype is one of the call's, or no rule of this call."""
+    words = []
+    for dtype in row.dtype:
+        found = known.get(dtype) or getattr(torch, dtype, None)
+        if found == value.dtype:
+            return
+        if found or dtype in _KINDS:
+            words.append(_KINDS[dtype][1] if dtype in _KINDS else str(found))
+    if not words:
         return
-    dims = _ordered(row.shape, layout)
-    words = (f"at least {dim[:-1]}" if dim.endswith("+") else dim for dim in dims)
-    wanted = f"[{', '.join(words)}]"
-    if len(shape) == len(dims) or all(dim.isdigit() or dim in known for dim in dims):
-        found = shape if len(shape) == len(dims) else itertools.repeat(0)
-        wanted = f"{tuple(map(_size_wanted, found, dims, itertools.repeat(known)))}: {wanted}"
+    wanted, note = " or ".join(words), f" ({row.note})" if row.note else ""
+    converts = torch.int32 in _FIXED_DTYPES[row.dtype] and value.dtype in _INTEGERS
+    hint = f": pass {name}.int()" if converts else ""
+    raise TypeError(f"{name} is {value.dtype}; must be {wanted}{note}{hint}")
+
+
+def _refuse_shape(
+    name: str, value: torch.Tensor, row: TensorRule, layout: str, known: Mapping[str, Any]
+) -> None:
+    shape, nhd = tuple(value.shape), _DIMS[row.shape]
+    dims, swapped = nhd, _exchanged(nhd) if row.kv_layout else nhd
+    if layout != "NHD":
+        dims, swapped = swapped, dims
+    wanted = f"[{', '.join(f'at least {d.name}' if d.is_minimum else d.name for d in dims)}]"
+    if len(shape) == len(dims) or all(d.size is not None or d.name in known for d in dims):
+        found = shape if len(shape) == len(dims) else (0,) * len(dims)
+        sizes = (_size_wanted(*pair, known) for pair in zip(found, dims, strict=True))
+        wanted = f"{tuple(sizes)}: {wanted}"
     elif len(dims) == 1:
         wanted = f"one-dimensional, {wanted}"
     if row.note and not row.dtype:
         wanted += f" {row.note}"
     hint = _batch_hint(name, value)
-    other = "HND" if layout == "NHD" else "NHD"
-    if row.kv_layout and _has_shape(shape, _ordered(row.shape, other), known):
+    if row.kv_layout and _has_shape(shape, swapped, known):
+        other = "HND" if layout == "NHD" else "NHD"
         hint = f"; the shape fits {other}: construct the wrapper with kv_layout={other!r}"
     raise ValueError(f"{name} has shape {shape}; must be {wanted}{hint}")
 
 
-def _ordered(dims: tuple[str, ...], kv_layout: str) -> tuple[str, ...]:
-    if kv_layout == "NHD":
-        return dims
-    *first, tokens, heads, head_dim = dims
-    return (*first, heads, tokens, head_dim)
-
-
-def _size_wanted(found: int, dim: str, known: Mapping[str, Any]) -> int:
+def _size_wanted(found: int, dim: _Dim, known: Mapping[str, Any]) -> int:
     """The size of a dimension that the rule allows: the size found, unless it is wrong."""
-    size = int(dim) if dim.isdigit() else known.get(dim.removesuffix("+"), found)
-    return max(found, size) if dim.endswith("+") else size
-
-
-def _has_shape(shape: tuple[int, ...], dims: tuple[str, ...], known: Mapping[str, Any]) -> bool:
-    return len(shape) == len(dims) and all(
-        found == _size_wanted(found, dim, known) for found, dim in zip(shape, dims, strict=True)
-    )
+    size = known.get(dim.name, found if dim.size is None else dim.size)
+    return max(found, size) if dim.is_minimum else size

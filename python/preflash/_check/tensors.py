@@ -29,8 +29,8 @@ def bind(
     """Checks one run's tensors. Returns what a launch is bound to: the strides and extents of
     q, k, v, out and lse, as _core.RunFunctions.check does, and the byte offset of V."""
     options, device = request.options, request.device
-    q_strides = check_q(q, request)
     known = _sizes_of(request)
+    q_strides = check_q(q, request, known)
     v_offset = 0
     if request.page_size > 0:
         k, v, v_offset = _check_paged(kv, request, known)
@@ -72,13 +72,13 @@ def sizes_of(options: _core.AttentionOptions) -> dict[str, Any]:
     return sizes | {name: check.TORCH_DTYPES[getattr(options, name)] for name in dtypes}
 
 
-def check_q(q: Any, request: Request) -> tuple[int, int]:
+def check_q(q: Any, request: Request, known: dict[str, Any]) -> tuple[int, int]:
     """The strides of q [tokens, num_qo_heads, head_dim_qk]. Rows of a prefill after its last
     request are padding, which kernels neither read nor write."""
     batch = request.batch
     if batch.exact_rows:
         check_decode_rows(check.tensor("q", q), batch.num_requests, max(batch.max_qo_len, 1))
-    return effective_strides(check.conforms("q", q, "", request.device, _sizes_of(request)))
+    return effective_strides(check.conforms("q", q, "", request.device, known))
 
 
 def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> None:

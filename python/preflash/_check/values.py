@@ -130,7 +130,10 @@ def plain(value: Any) -> Any:
 
 def size(name: str, value: Any, row: str = "") -> int:
     """An integer in its range: a row of [range] in options.toml, by default that of its name."""
-    return integer(name, value, *RANGES[row or name])
+    least, most = RANGES[row or name]
+    if type(value) is int and least <= value <= most:
+        return value
+    return integer(name, value, least, most)
 
 
 def integer(name: str, value: Any, at_least: int, at_most: int) -> int:
