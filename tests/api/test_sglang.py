@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_modules import add_modules
 from preflash import _core
 from preflash.integrations import sglang as integration
 from sglang_stand_ins import (
@@ -39,20 +40,6 @@ OURS = tuple(
     f"preflash.integrations.sglang.{name}"
     for name in ("tables", "layers", "limits", "steps", "plans", "backend", "draft")
 )
-
-
-def add_modules(monkeypatch, modules):
-    """Puts modules and the packages above them into sys.modules."""
-    for name in modules:
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            package = types.ModuleType(".".join(parts[:i]))
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-    for name, values in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
 
 
 # The name.

@@ -8,31 +8,17 @@ import enum
 import importlib
 import pickle
 import sys
-import types
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_modules import add_modules
 from preflash import _core
 from preflash.integrations import vllm as integration
 
 PAGE, D, HEADS, KV_HEADS = 16, 64, 4, 2
 REGISTRY = "vllm.v1.attention.backends.registry"
 OURS = tuple(f"preflash.integrations.vllm.{name}" for name in ("impl", "builder", "backend"))
-
-
-def add_modules(monkeypatch, modules):
-    """Puts modules and the packages above them into sys.modules."""
-    for name in modules:
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            package = types.ModuleType(".".join(parts[:i]))
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-    for name, values in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
 
 
 # The name.
@@ -266,6 +252,7 @@ class Group:
         cache, table = self.cache(keys, requests)
         changed = {"causal": causal, **changed}
         metadata = self.builder.build(0, self.metadata(requests, table, **changed))
+        assert metadata.causal is causal  # drafters ask
         for index, impl in enumerate(self.impls):
             wanted = reference(q, keys, requests, impl, self.layer, causal, self.windows[index])
             close(self.run(metadata, q, cache, index), wanted)

@@ -271,7 +271,7 @@ class _Dim(NamedTuple):
 
     name: str
     is_minimum: bool
-    size: int | None  # in every call
+    size: int | None  # a literal size of the rule, such as 2
 
     @classmethod
     def of(cls, text: str) -> _Dim:
@@ -279,7 +279,7 @@ class _Dim(NamedTuple):
         return cls(text.removesuffix("+"), text.endswith("+"), size)
 
 
-# The rules' dimensions and dtypes as they are compared, by how the rules say them.
+# Parsed forms of the columns shape and dtype; keys are the columns.
 _DIMS = {row.shape: tuple(map(_Dim.of, row.shape)) for row in TENSORS.values()}
 _FIXED_DTYPES = {
     row.dtype: frozenset(
@@ -329,7 +329,7 @@ def has_form(
     device: torch.device | None = None,
     known: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Checks what conforms() does but for memory, which tensors that torch traces do not have."""
+    """Checks dtype, device and shape alone, for tensors that torch traces: they have no memory."""
     _check_form(name, is_tensor(name, value), TENSORS[rule or name], device, known)
 
 
@@ -340,7 +340,7 @@ def _check_form(
     device: torch.device | None,
     known: Mapping[str, Any],
 ) -> None:
-    # plan() checks several tensors: what conforms takes no further call.
+    # Each plan() checks several tensors, so a correct tensor costs few calls.
     if value.dtype not in _FIXED_DTYPES[row.dtype] and row.dtype:
         _check_call_dtype(name, value, row, known)
     if device is not None and value.device != device and not (value.is_cpu and row.device == "any"):
@@ -371,7 +371,8 @@ def _exchanged(dims: tuple[_Dim, ...]) -> tuple[_Dim, ...]:
 def _check_call_dtype(
     name: str, value: torch.Tensor, row: TensorRule, known: Mapping[str, Any]
 ) -> None:
-    """Raises TypeError unless the dtype is one of the call's, or no rule of this call."""
+    """Raises TypeError for a dtype that the rule refuses. The rule's names that `known` lacks allow
+    any dtype."""
     words = []
     for dtype in row.dtype:
         found = known.get(dtype) or getattr(torch, dtype, None)

@@ -73,8 +73,8 @@ def sizes_of(options: _core.AttentionOptions) -> dict[str, Any]:
 
 
 def check_q(q: Any, request: Request, known: dict[str, Any]) -> tuple[int, int]:
-    """The strides of q [tokens, num_qo_heads, head_dim_qk]. Rows of a prefill after its last
-    request are padding, which kernels neither read nor write."""
+    """Checks q [tokens, num_qo_heads, head_dim_qk], and returns its strides. Rows of a prefill
+    after its last request are padding, which kernels neither read nor write."""
     batch = request.batch
     if batch.exact_rows:
         check_decode_rows(check.tensor("q", q), batch.num_requests, max(batch.max_qo_len, 1))

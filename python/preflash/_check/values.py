@@ -129,7 +129,8 @@ def plain(value: Any) -> Any:
 
 
 def size(name: str, value: Any, row: str = "") -> int:
-    """An integer in its range: a row of [range] in options.toml, by default that of its name."""
+    """Returns an integer; refuses one outside of its row of [range] in options.toml. row: by
+    default the argument's name."""
     least, most = RANGES[row or name]
     if type(value) is int and least <= value <= most:
         return value

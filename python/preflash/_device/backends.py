@@ -126,8 +126,8 @@ class Requested(NamedTuple):
 
     @property
     def by_caller(self) -> str | None:
-        """The kernels that the caller named, also where the environment has replaced them; None for
-        "auto" and "cudnn", which leave the choice to plan()."""
+        """Backend that the caller named, even if PREFLASH_BACKEND replaced it; None after "auto"
+        and "cudnn", which leave the choice to plan()."""
         name = self.overridden or self.name
         return None if name in ("auto", CUDNN) else name
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
-from ..._compat.patch import patch_engine
+from .. import _plugin
 
 NAME = "preflash"
 _CHOICES = "sglang.srt.arg_groups.choices"
@@ -17,13 +16,8 @@ _registered = False
 
 
 def load_plugin() -> None:
-    """Entry point `sglang.srt.plugins`: patches flashinfer if PREFLASH_PATCH is set, and registers
-    the backend."""
-    patch_engine()
-    try:
-        register()
-    except Exception as error:  # a plugin must not keep SGLang from starting
-        print(f"preflash: no attention backend {NAME} in SGLang: {error}", file=sys.stderr)
+    """Entry point `sglang.srt.plugins`."""
+    _plugin.load(register, f"{NAME} in SGLang")
 
 
 def register() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from enum import Enum
 from typing import Any
 
-from ..._compat.patch import patch_engine
+from .. import _plugin
 
 NAME = "PREFLASH"
 CLASS_PATH = f"{__package__}.backend.PreflashBackend"
@@ -15,13 +14,8 @@ _REGISTRY = "vllm.v1.attention.backends.registry"
 
 
 def load_plugin() -> None:
-    """Entry point `vllm.general_plugins`: patches flashinfer if PREFLASH_PATCH is set, and
-    registers the backend."""
-    patch_engine()
-    try:
-        register()
-    except Exception as error:  # a plugin must not keep vLLM from starting
-        print(f"preflash: no attention backend {NAME} in vLLM: {error}", file=sys.stderr)
+    """Entry point `vllm.general_plugins`."""
+    _plugin.load(register, f"{NAME} in vLLM")
 
 
 def register() -> Enum:
