@@ -330,6 +330,16 @@ def test_an_option_of_a_layer(vllm, layer):
         group.check(DECODES, seed=1)
 
 
+@pytest.mark.parametrize("speculative_config", [None, object()], ids=["exact", "bounds"])
+def test_a_window_that_is_worth_a_split(vllm, speculative_config):
+    group = Group(
+        vllm, {"sliding_window": 600}, block_table=64, speculative_config=speculative_config
+    )
+    for i in range(3):
+        group.check((Request(1, 900 + i), Request(5, 700), Request(1, 64)))
+        group.check((Request(1, 900 + i), Request(1, 601), Request(1, 600)))
+
+
 def test_layers_of_several_forms_in_one_group(vllm):
     sinks = torch.tensor([0.5, 1.0, 2.0, -1.0]).to(vllm.device)
     layers = ({}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {}, {"sinks": sinks})
@@ -549,6 +559,42 @@ def test_a_table_with_distance_between_rows_is_captured_in_a_copy(vllm):
     assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
     wanted = reference(q, keys, DECODES, group.impls[0], group.layer)
     close(group.run(metadata, q, cache), wanted)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_decode_steps_share_plans_for_bounds(vllm, monkeypatch, in_graph):
+    """Each request grows by a token a step, within the block table that the engine fills in place;
+    then one makes room for a shorter one, and one for a longer one."""
+    group = Group(vllm, block_table=8, speculative_config=None)
+    wrapper = sys.modules["preflash.integrations._paging"].StepWrapper
+    planned, plan = [], wrapper.plan
+    monkeypatch.setattr(wrapper, "plan", lambda *a, **k: planned.append(k) or plan(*a, **k))
+    _, table = group.cache([], ())
+    table = torch.full((4, 8), -7, dtype=torch.int32, device=vllm.device)
+    lengths = torch.zeros(4, dtype=torch.int32, device=vllm.device)
+
+    def step(totals, seed):
+        requests = tuple(Request(1, n) for n in totals)
+        q, keys = group.inputs(requests, seed)
+        cache, new_table = group.cache(keys, requests)
+        table.copy_(new_table)
+        lengths.copy_(torch.tensor(totals, dtype=torch.int32))
+        common = group.metadata(requests, table, seq_lens=lengths)
+        if in_graph and seed == 0:
+            group.builder.build_for_cudagraph_capture(common)
+        metadata = group.builder.build(0, common)
+        close(
+            group.run(metadata, q, cache), reference(q, keys, requests, group.impls[0], group.layer)
+        )
+
+    totals = [40, 7, 50, 17]
+    for i in range(70):
+        step([n + i for n in totals], i)
+    assert len(planned) <= 2 + in_graph + 70 // 32 + 1
+    before = len(planned)
+    for totals in ([109, 7, 119, 86], [110, 128, 120, 87], [110, 128, 120, 87]):
+        step(totals, sum(totals))
+    assert len(planned) == before + 2
 
 
 # The cache's writes, and refusals.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from .._paging import PageArrays, graph_wrapper
+from ...prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .._paging import StepWrapper, plans_from_host_lengths
 from .layers import LayerForm, Source
 from .steps import Step
 
@@ -36,7 +36,6 @@ class Plans:
         self.forms = dict.fromkeys(forms)
         self._page_size, self._workspace = page_size, workspace
         self._q_dtype, self._kv_dtype = q_dtype, kv_dtype
-        self._arrays: dict[int, PageArrays] = {}
         self._eager: dict[bool, Wrappers] = {True: {}, False: {}}  # by the presence of a mask
         self._captured: dict[Hashable, Wrappers] = {}
         self._step: Step | None = None
@@ -89,43 +88,41 @@ class Plans:
             raise NotImplementedError("preflash's encoders run outside of CUDA graphs")
         if form.source is Source.NEW_TOKENS:
             return BatchPrefillWithRaggedKVCacheWrapper(self._workspace)
+        options, masked = self._options(form), self._is_masked(form)
         if not self._for_graph:
-            return BatchPrefillWithPagedKVCacheWrapper(self._workspace)
-        memory = step.mask_memory if self._is_masked(form) else None
-        return graph_wrapper(self._workspace, step.keys(form.source).table, memory)
+            return StepWrapper(self._workspace, options)
+        memory = step.mask_memory if masked else None
+        return StepWrapper(self._workspace, options, step.keys(form.source).table, memory)
 
     def _is_masked(self, form: LayerForm) -> bool:
         return form.causal and self._step.mask is not None
 
-    # NOTE: only arrays may differ from call to call, or Python plans instead of C++.
+    def _options(self, form: LayerForm) -> dict[str, Any]:
+        """Arguments of plan() that are the same in every step that the form's wrapper plans."""
+        return {
+            "num_qo_heads": form.num_qo_heads,
+            "num_kv_heads": form.num_kv_heads,
+            "head_dim_qk": form.head_dim,
+            "page_size": self._page_size,
+            "head_dim_vo": form.v_head_dim,
+            "causal": form.causal and not self._is_masked(form),
+            "sm_scale": form.sm_scale,
+            "window_left": form.window_left,
+            "logits_soft_cap": form.logits_soft_cap,
+            "q_data_type": self._q_dtype,
+            "kv_data_type": self._kv_dtype,
+        }
 
-    def _plan_paged(self, wrapper: Any, form: LayerForm) -> None:
+    def _plan_paged(self, wrapper: StepWrapper, form: LayerForm) -> None:
         step = self._step
-        keys, masked = step.keys(form.source), self._is_masked(form)
-        # preflash splits the keys of a window, and takes a mask, where their number is known.
-        bounded = not (keys.exact and (masked or form.window_left >= 0))
-        pages = self._page_arrays(len(keys.bounds_cpu))
-        pages.fill(keys.bounds_cpu, keys.table.shape[1], exact=not bounded)
-        wrapper.plan(
-            step.qo_indptr_cpu,
-            pages.indptr,
-            keys.table,
-            pages.last_page_len,
-            form.num_qo_heads,
-            form.num_kv_heads,
-            form.head_dim,
-            self._page_size,
-            head_dim_vo=form.v_head_dim,
-            custom_mask=step.mask if masked else None,
-            causal=form.causal and not masked,
-            sm_scale=form.sm_scale,
-            window_left=form.window_left,
-            logits_soft_cap=form.logits_soft_cap,
-            q_data_type=self._q_dtype,
-            kv_data_type=self._kv_dtype,
-            seq_lens=keys.lengths if bounded else None,
-            lengths_are_upper_bounds=bounded,
-        )
+        keys, mask = step.keys(form.source), {}
+        lengths = keys.lengths
+        if self._is_masked(form):
+            mask = {"custom_mask": step.mask}
+        # A mask needs the numbers of keys.
+        if keys.exact and (mask or plans_from_host_lengths(form.window_left)):
+            lengths = None
+        wrapper.plan_step(step.qo_indptr_cpu, keys.bounds_cpu, keys.table, lengths, **mask)
 
     def _plan_ragged(self, wrapper: Any, form: LayerForm) -> None:
         wrapper.plan(
@@ -140,9 +137,3 @@ class Plans:
             logits_soft_cap=form.logits_soft_cap,
             q_data_type=self._q_dtype,
         )
-
-    def _page_arrays(self, num_requests: int) -> PageArrays:
-        arrays = self._arrays.get(num_requests)
-        if arrays is None:
-            arrays = self._arrays[num_requests] = PageArrays(num_requests, self._page_size)
-        return arrays

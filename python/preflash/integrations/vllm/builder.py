@@ -78,7 +78,7 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
                 forms,
                 kv_cache_spec.block_size,
                 device,
-                exact_windows=vllm_config.num_speculative_tokens == 0,
+                exact_bounds=vllm_config.num_speculative_tokens == 0,
                 own_workspace=getattr(vllm_config.parallel_config, "use_ubatching", False),
             )
 

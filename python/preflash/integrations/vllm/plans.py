@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from .._paging import PageArrays, graph_wrapper, new_workspace, shared_workspace
+from ...prefill import BatchPrefillWithRaggedKVCacheWrapper
+from .._paging import StepWrapper, new_workspace, plans_from_host_lengths, shared_workspace
 from .layers import CacheForm, LayerForm
 
 Wrappers = dict[LayerForm, Any]
@@ -46,8 +46,7 @@ class PagedPlans:
         cache: the options that all forms share.
         forms: of the group's layers.
         page_size: tokens in a block of the block table.
-        exact_windows: the bounds in Step.kv_bounds_cpu are the numbers of keys. preflash splits the
-            keys of a window only if it knows their number when it plans.
+        exact_bounds: the bounds in Step.kv_bounds_cpu are the numbers of keys.
         own_workspace: the group's launches may overlap with those of others.
     """
 
@@ -58,14 +57,12 @@ class PagedPlans:
         page_size: int,
         device: torch.device,
         *,
-        exact_windows: bool,
+        exact_bounds: bool,
         own_workspace: bool,
     ) -> None:
         self._cache, self._forms = cache, tuple(forms)
         self._page_size, self._device = page_size, device
-        self._exact_windows, self._own_workspace = exact_windows, own_workspace
-        self._exact_lengths = exact_windows and any(form.window_left >= 0 for form in self._forms)
-        self._arrays: dict[int, PageArrays] = {}
+        self._exact_bounds, self._own_workspace = exact_bounds, own_workspace
         self._eager: dict[bool, Wrappers] = {}
         self._captured: dict[tuple, Wrappers] = {}
 
@@ -83,52 +80,45 @@ class PagedPlans:
             wrappers = self._eager.get(step.causal)
         if wrappers is None:
             wrappers = self._eager[step.causal] = {
-                form: BatchPrefillWithPagedKVCacheWrapper(self._workspace) for form in self._forms
+                form: StepWrapper(self._workspace, self._options(form, step.causal))
+                for form in self._forms
             }
-        arrays = self._page_arrays(step)
         for form, wrapper in wrappers.items():
-            self._plan(wrapper, form, step, step.qo_indptr_cpu, arrays)
+            wrapper.plan_step(
+                step.qo_indptr_cpu,
+                step.kv_bounds_cpu,
+                step.block_table,
+                self._device_lengths(form, step),
+            )
         return wrappers
 
-    def _page_arrays(self, step: Step) -> PageArrays:
-        bounds = step.kv_bounds_cpu
-        arrays = self._arrays.get(len(bounds))
-        if arrays is None:
-            arrays = self._arrays[len(bounds)] = PageArrays(len(bounds), self._page_size)
-        arrays.fill(bounds, step.block_table.shape[1], exact=self._exact_lengths)
-        return arrays
-
-    def _plan(
-        self, wrapper: Any, form: LayerForm, step: Step, qo_indptr: torch.Tensor, pages: PageArrays
-    ) -> None:
-        cache, windowed = self._cache, form.window_left >= 0
-        if windowed and not step.causal:
+    def _options(self, form: LayerForm, causal: bool) -> dict[str, Any]:
+        """Arguments of plan() that are the same in every step."""
+        cache = self._cache
+        if form.window_left >= 0 and not causal:
             raise NotImplementedError(
                 "a sliding window without causal masking has two sides; preflash has windows to "
                 "the left only"
             )
-        bounded = not (windowed and self._exact_windows)
-        # NOTE: only arrays may differ from call to call, or Python plans instead of C++.
-        wrapper.plan(
-            qo_indptr,
-            pages.indptr,
-            step.block_table,
-            pages.last_page_len,
-            form.num_qo_heads,
-            cache.num_kv_heads,
-            cache.head_dim,
-            self._page_size,
-            causal=step.causal,
-            sm_scale=form.sm_scale,
-            window_left=form.window_left,
-            logits_soft_cap=form.logits_soft_cap,
-            pos_encoding_mode=form.pos_encoding_mode,
-            q_data_type=cache.kv_dtype if form.fp8_queries else cache.o_dtype,
-            kv_data_type=cache.kv_dtype,
-            o_data_type=cache.o_dtype,
-            seq_lens=step.seq_lens if bounded else None,
-            lengths_are_upper_bounds=bounded,
-        )
+        return {
+            "num_qo_heads": form.num_qo_heads,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_dim_qk": cache.head_dim,
+            "page_size": self._page_size,
+            "causal": causal,
+            "sm_scale": form.sm_scale,
+            "window_left": form.window_left,
+            "logits_soft_cap": form.logits_soft_cap,
+            "pos_encoding_mode": form.pos_encoding_mode,
+            "q_data_type": cache.kv_dtype if form.fp8_queries else cache.o_dtype,
+            "kv_data_type": cache.kv_dtype,
+            "o_data_type": cache.o_dtype,
+        }
+
+    def _device_lengths(self, form: LayerForm, step: Step) -> torch.Tensor | None:
+        """Returns None if the plan takes the lengths from the host."""
+        from_host = self._exact_bounds and plans_from_host_lengths(form.window_left)
+        return None if from_host else step.seq_lens
 
     def _graph_wrappers(self, step: Step) -> Wrappers:
         """Wrappers for the replays of one graph, whose kernels have run once.
@@ -136,14 +126,15 @@ class PagedPlans:
         The first plan of a wrapper decides how many rows later plans may have: all tokens of the
         step. Its requests have no keys, so that the run reads nothing of the cache.
         """
-        num_reqs = len(step.kv_bounds_cpu)
-        rows = torch.zeros(num_reqs + 1, dtype=torch.int32, device="cpu")
+        rows = torch.zeros_like(step.qo_indptr_cpu)
         rows[-1] = step.num_tokens
-        no_keys = PageArrays(num_reqs, self._page_size)
+        no_keys = np.zeros_like(step.kv_bounds_cpu)
         wrappers = {}
         for form in self._forms:
-            wrapper = wrappers[form] = graph_wrapper(self._workspace, step.block_table)
-            self._plan(wrapper, form, step, rows, no_keys)
+            options = self._options(form, step.causal)
+            wrapper = wrappers[form] = StepWrapper(self._workspace, options, step.block_table)
+            lengths = self._device_lengths(form, step)
+            wrapper.plan_step(rows, no_keys, step.block_table, lengths)
             self._run_once(wrapper, form, step.num_tokens)
         return wrappers
 
