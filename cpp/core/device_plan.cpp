@@ -1,6 +1,7 @@
 #include "core/device_plan.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -20,6 +21,20 @@ PerSegment<ArrayCopy> pinned_arrays_of(const Plan& plan, void* memory) {
                 .bytes = segment.batch->page_indices().size_bytes()});
   }
   return arrays;
+}
+
+// Stages a copy behind the others; one whose destination follows that of the last is part of it,
+// because each transfer takes the host several microseconds. Where an allocation may begin it is
+// not: no transfer goes over the end of one.
+void append(std::vector<StagedCopy>* parts, const HostCopy& copy) {
+  constexpr std::uintptr_t kAllocationAlignment = 256;
+  StagedCopy& last = parts->back();
+  const bool follows = static_cast<std::byte*>(last.to) + last.bytes == copy.to;
+  if (follows && reinterpret_cast<std::uintptr_t>(copy.to) % kAllocationAlignment != 0) {
+    last.bytes += copy.bytes;
+  } else {
+    parts->push_back({.begin = last.begin + last.bytes, .to = copy.to, .bytes = copy.bytes});
+  }
 }
 
 }  // namespace
@@ -70,17 +85,14 @@ void DevicePlan::write(std::shared_ptr<const Plan> plan, const Upload& upload) {
   void* staging = nullptr;
   const std::int64_t image_bytes = plan->image_bytes();
   std::vector<StagedCopy> parts = {{.to = memory_, .bytes = static_cast<std::size_t>(image_bytes)}};
-  for (const HostCopy& copy : upload.copies) {
-    const std::size_t begin = parts.back().begin + parts.back().bytes;
-    parts.push_back({.begin = begin, .to = copy.to, .bytes = copy.bytes});
-  }
+  for (const HostCopy& copy : upload.copies) append(&parts, copy);
   const std::size_t staged = parts.back().begin + parts.back().bytes;
   check_launch(services.uploader_acquire(uploader_->get(), staged, &staging), "plan staging");
   plan->write(staging);
-  for (std::size_t i = 0; i < upload.copies.size(); ++i) {
-    const StagedCopy& part = parts[i + 1];
-    if (part.bytes == 0) continue;
-    std::memcpy(static_cast<std::byte*>(staging) + part.begin, upload.copies[i].from, part.bytes);
+  auto* next = static_cast<std::byte*>(staging) + image_bytes;
+  for (const HostCopy& copy : upload.copies) {
+    if (copy.bytes > 0) std::memcpy(next, copy.from, copy.bytes);
+    next += copy.bytes;
   }
   claim_.take(memory_, bytes);
   check_launch(services.uploader_submit(uploader_->get(), parts, pinned_arrays_of(*plan, memory_),

@@ -333,11 +333,11 @@ def test_an_option_of_a_layer(vllm, layer):
 @pytest.mark.parametrize("speculative_config", [None, object()], ids=["exact", "bounds"])
 def test_a_window_that_is_worth_a_split(vllm, speculative_config):
     group = Group(
-        vllm, {"sliding_window": 600}, block_table=64, speculative_config=speculative_config
+        vllm, {"sliding_window": 1100}, block_table=88, speculative_config=speculative_config
     )
     for i in range(3):
-        group.check((Request(1, 900 + i), Request(5, 700), Request(1, 64)))
-        group.check((Request(1, 900 + i), Request(1, 601), Request(1, 600)))
+        group.check((Request(1, 1400 + i), Request(5, 1200), Request(1, 64)))
+        group.check((Request(1, 1400 + i), Request(1, 1101), Request(1, 600)))
 
 
 def test_layers_of_several_forms_in_one_group(vllm):

@@ -12,7 +12,7 @@ from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 
 _WORKSPACE_BYTES = 128 << 20
 _HEADROOM = 32  # keys
-_SHORT_WINDOW = 512  # keys
+_SHORT_WINDOW = 1024  # keys
 
 
 class PageArrays:
@@ -145,15 +145,19 @@ def plans_from_host_lengths(window_left: int) -> bool:
 
 def _graph_buffers(table: torch.Tensor, mask: torch.Tensor | None) -> dict[str, Any]:
     num_reqs, num_pages = table.shape
-    buffer = functools.partial(torch.empty, dtype=torch.int32, device=table.device)
+    new = functools.partial(torch.empty, dtype=torch.int32, device=table.device)
+    # In the order in which plan() writes them: neighbours are one transfer.
+    kv_indptr, qo_indptr, last_page_len = new(3 * num_reqs + 2).split(
+        [num_reqs + 1, num_reqs + 1, num_reqs]
+    )
     return {
         "use_cuda_graph": True,
-        "qo_indptr_buf": buffer(num_reqs + 1),
-        "paged_kv_indptr_buf": buffer(num_reqs + 1),
-        "paged_kv_indices_buf": table if table.is_contiguous() else buffer(num_reqs, num_pages),
-        "paged_kv_last_page_len_buf": buffer(num_reqs),
+        "qo_indptr_buf": qo_indptr,
+        "paged_kv_indptr_buf": kv_indptr,
+        "paged_kv_indices_buf": table if table.is_contiguous() else new(num_reqs, num_pages),
+        "paged_kv_last_page_len_buf": last_page_len,
         "custom_mask_buf": mask,
-        "mask_indptr_buf": None if mask is None else buffer(num_reqs + 1),
+        "mask_indptr_buf": None if mask is None else new(num_reqs + 1),
     }
 
 

@@ -61,6 +61,31 @@ def test_plans_go_into_the_buffers(target, like, on_host):
             assert getattr(stage.wrapper, f"_{name}").data_ptr() == buffer.data_ptr()
 
 
+@pytest.mark.parametrize("begin", [1, 60], ids=["inside", "over_256_bytes"])
+def test_buffers_that_adjoin(target, begin):
+    """They are written in one transfer, which keeps to them."""
+    memory = torch.full((80,), -9, dtype=torch.int32, device=target.device)
+    before, *parts, _ = memory.split([begin, 4, 4, 3, 69 - begin])
+    names = ("paged_kv_indptr", "qo_indptr", "paged_kv_last_page_len")
+    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
+        runner.workspace(target.device),
+        backend=target.backend,
+        use_cuda_graph=True,
+        paged_kv_indices_buf=torch.zeros(99, dtype=torch.int32, device=target.device),
+        **{f"{name}_buf": part for name, part in zip(names, parts, strict=True)},
+    )
+    for lengths in (FIRST, SMALLER, LARGER_KEYS):
+        inputs = build(
+            dataclasses.replace(PAGED, qo_lens=lengths[0], kv_lens=lengths[1]),
+            device=target.device,
+        )
+        runner.plan(wrapper, inputs)
+        wanted = (inputs.kv_indptr, inputs.qo_indptr, inputs.last_page_len)
+        for part, given in zip(parts, wanted, strict=True):
+            assert part.tolist() == given.tolist()
+        assert set(before.tolist()) == set(memory[begin + 11 :].tolist()) == {-9}
+
+
 def test_workspace_size_of_a_fixed_split(target):
     """workspace_size() is what these lengths need, not all that later lengths could need."""
     sizes = []

@@ -170,5 +170,5 @@ def _kv_bounds(m: CommonAttentionMetadata, draft_tokens: int) -> np.ndarray:
         bounds = m.seq_lens_cpu_upper_bound
     if bounds is None or len(bounds) < m.num_reqs:
         bounds = torch.full((m.num_reqs,), m.max_seq_len, dtype=torch.int32, device="cpu")
-    bounds = bounds[: m.num_reqs].numpy()
+    bounds = bounds.numpy()[: m.num_reqs]
     return bounds + draft_tokens if draft_tokens else bounds
