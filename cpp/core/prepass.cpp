@@ -111,7 +111,7 @@ std::optional<AttentionOptions> prepass_options(AttentionOptions options) {
 bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& converting) {
   if (problem.prepass != Prepass::kAuto) return problem.prepass == Prepass::kAlways;
   // Copies change the last bits, and a fixed split promises the same bits in every batch.
-  if (problem.split.disable || problem.split.fixed_split_size > 0) return false;
+  if (problem.split.is_invariant()) return false;
   // No copies either if they are rounded to fewer bits than the kernel keeps.
   if (rounds_more(problem)) return false;
   if (converting.traits.operands != Operands::kComputed) return false;

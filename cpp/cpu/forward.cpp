@@ -29,6 +29,7 @@ struct Segment {
   const TileShape& tile;
   const IsaKernels& isa;
   LogitRule logits;
+  int most_few = kFewRows;  // 0 if a row's bits may not depend on the number of rows beside it
   bool bf16_pairs = false;  // q and k stay bfloat16, two to a unit
   std::optional<RotaryTable> rotary = {};
   ScratchShape shape = {};
@@ -54,7 +55,8 @@ Segment make_segment(const ForwardKernel& kernel, const ForwardSegment& params) 
                   .family = kernel.variant.family,
                   .tile = tile,
                   .isa = isa_kernels(),
-                  .logits = logit_rule(params)};
+                  .logits = logit_rule(params),
+                  .most_few = params.split.is_invariant() ? 0 : kFewRows};
   const int lanes = segment.isa.lanes, panel_rows = kRowVecs * lanes;
   const bool rotated = params.position == Position::kRope;
   if (rotated) {
@@ -153,14 +155,23 @@ class Item {
     std::fill(target + shape_.units, target + shape_.ld_k, 0.0f);
   }
 
-  // Returns the angles of the first position of a tile; empty without RoPE.
-  Angles angles_from(std::int64_t position) const {
-    return segment_.rotary ? segment_.rotary->origin(position, scratch_.angles) : Angles{};
+  // Writes the angles of a position into scratch, unless they are there. Without RoPE does nothing.
+  void set_origin(std::int64_t position) {
+    if (!segment_.rotary || origin_ == position) return;
+    origin_ = position;
+    angles_ = segment_.rotary->origin(position, scratch_.angles);
   }
-  void rotate(float* row, const Angles& origin, int offset) const {
+  // Turns a row by the angle of a position, the origin's and an offset.
+  void rotate(float* row, int offset) const {
     if (!segment_.rotary) return;
     const RotaryTable& rotary = *segment_.rotary;
-    segment_.isa.rotate(row, rotary.half(), origin, rotary.offset(offset));
+    segment_.isa.rotate(row, rotary.half(), angles_, rotary.offset(offset));
+  }
+  void rotate_query(float* row, int token) {
+    if (!segment_.rotary) return;
+    const std::int64_t position = std::int64_t{keep_.bounds().delta()} + token;
+    set_origin(segment_.rotary->origin_of(position));
+    rotate(row, static_cast<int>(position - *origin_));
   }
 
   // Multiplies a query row by the scales of both fp8 operands of its scores, q and k.
@@ -176,13 +187,12 @@ class Item {
     return of_v == nullptr ? params_.out_scale : params_.out_scale * of_v[item_.kv_head];
   }
 
-  void load_queries() const {
-    const int first_token = rows_.token(0);
-    const Angles origin = angles_from(std::int64_t{keep_.bounds().delta()} + first_token);
+  void load_queries() {
     for (int row = 0; row < num_rows_; row += shape_.panel_rows) {
       const auto [first, live, ld] = panel_at(row);
       float* panel = scratch_.q + std::int64_t{first} * shape_.ld_k;
-      float* rows = live <= kFewRows ? panel : scratch_.q_rows;
+      const bool few = live <= segment_.most_few;
+      float* rows = few ? panel : scratch_.q_rows;
       for (int i = 0; i < live; ++i) {
         const std::int64_t offset =
             (std::int64_t{request_.qo_begin} + rows_.token(row + i)) * params_.q.stride_token +
@@ -190,9 +200,9 @@ class Item {
         load_units(element(params_.q.data, offset, params_.q_dtype), params_.q_dtype,
                    rows + i * shape_.ld_k);
         apply_scales(rows + i * shape_.ld_k, rows_.head(row + i));
-        rotate(rows + i * shape_.ld_k, origin, rows_.token(row + i) - first_token);
+        rotate_query(rows + i * shape_.ld_k, rows_.token(row + i));
       }
-      if (live <= kFewRows) continue;
+      if (few) continue;
       std::fill(rows + live * shape_.ld_k, rows + ld * shape_.ld_k, 0.0f);
       for (int unit = 0; unit < shape_.units; ++unit) {
         for (int i = 0; i < ld; ++i) panel[unit * ld + i] = rows[i * shape_.ld_k + unit];
@@ -220,8 +230,8 @@ class Item {
   }
 
   // The rows of one tile's keys into scratch; the item will go on as far as key `end`.
-  void load_keys_and_values(const TileKeys& keys, int end) const {
-    const Angles origin = angles_from(keys.tile_begin);
+  void load_keys_and_values(const TileKeys& keys, int end) {
+    set_origin(keys.tile_begin);
     for (int key = keys.span.begin; key < keys.span.end; ++key) {
       if (key + kPrefetchKeys < end) {
         prefetch_row(kv_row(params_.k, key + kPrefetchKeys), params_.head_dim_qk);
@@ -230,7 +240,7 @@ class Item {
       float* k = scratch_.k + std::int64_t{key - keys.tile_begin} * shape_.ld_k;
       float* v = scratch_.v + std::int64_t{key - keys.tile_begin} * shape_.ld_v;
       load_units(kv_row(params_.k, key), params_.kv_dtype, k);
-      rotate(k, origin, key - keys.tile_begin);
+      rotate(k, key - keys.tile_begin);
       segment_.isa.widen(params_.kv_dtype, kv_row(params_.v, key), v, params_.head_dim_vo);
       std::fill(v + params_.head_dim_vo, v + shape_.ld_v, 0.0f);
     }
@@ -245,6 +255,7 @@ class Item {
 
     const PanelStep step{
         .q = scratch_.q + std::int64_t{panel.row} * shape_.ld_k,
+        .few = panel.live <= segment_.most_few,
         .ld = panel.ld,
         .units = shape_.units,
         .rows = panel.live,
@@ -283,35 +294,37 @@ class Item {
     if (empty) std::fill_n(o, params_.head_dim_vo, 0.0f);
     const float scale = empty ? 1.0f : out_scale() / sum;
     const PartialLse lse = row_lse(segment_, scratch_.row_max[row], sum, left_out_of_logits(row));
-    if (item_.partial_row == WorkItem::kFinal) {
-      write_final(row, o, scale, lse);
-      return;
-    }
+    const bool final = item_.partial_row == WorkItem::kFinal;
     const std::int64_t place = std::int64_t{item_.partial_row} + row;
-    segment_.isa.narrow(DType::kFloat32, o, scale, params_.partial_o + place * params_.head_dim_vo,
-                        params_.head_dim_vo);
-    params_.partial_lse[place] = lse;
+    float* normalised = final ? o : params_.partial_o + place * params_.head_dim_vo;
+    segment_.isa.narrow(DType::kFloat32, o, scale, normalised, params_.head_dim_vo);
+    if (final) {
+      write_final(row, o, lse);
+    } else {
+      params_.partial_lse[place] = lse;
+    }
   }
 
-  // Writes a row whose keys are complete, with the head's sink added.
-  void write_final(int row, const float* o, float scale, const PartialLse& keys_lse) const {
+  // Writes a row whose keys are complete, with the head's sink added: as combine() would write its
+  // only state, so that the bits do not tell how many chunks the rows beside it have.
+  void write_final(int row, const float* o, const PartialLse& keys_lse) const {
     const int head = rows_.head(row);
-    float lse = keys_lse.high + keys_lse.low;
-    if (const auto keyless = keyless_lse(params_.extras, head)) {
-      const PartialLse states[] = {keys_lse, *keyless};
-      const MergedLse merged(2, [&](int state) { return states[state]; });
-      if (!merged.empty()) scale *= merged.weight(keys_lse) / merged.sum;
-      lse = merged.lse();
-    }
+    const std::optional<PartialLse> keyless = keyless_lse(params_.extras, head);
+    const PartialLse states[] = {keys_lse, keyless.value_or(kEmptyLse)};
+    const MergedLse merged(2, [&](int state) { return states[state]; });
+    float* sum = scratch_.v;  // the values are used up
+    const float weight = merged.weight(keys_lse);
+    std::fill_n(sum, params_.head_dim_vo, weight == 0.0f ? 0.0f : kNothing);
+    if (weight != 0.0f) segment_.isa.accumulate(weight, o, sum, params_.head_dim_vo);
     const std::int64_t qo_row = std::int64_t{request_.qo_begin} + rows_.token(row);
     const std::int64_t offset = qo_row * params_.o.stride_token + head * params_.o.stride_head;
-    segment_.isa.narrow(params_.o_dtype, o, scale, element(params_.o.data, offset, params_.o_dtype),
-                        params_.head_dim_vo);
+    segment_.isa.narrow(params_.o_dtype, sum, merged.empty() ? 0.0f : 1.0f / merged.sum,
+                        element(params_.o.data, offset, params_.o_dtype), params_.head_dim_vo);
     if (params_.lse.data == nullptr) return;
     float* place =
         params_.lse.data + qo_row * params_.lse.stride_token + head * params_.lse.stride_head;
     if (params_.lse.form == LseForm::kLogSum) {
-      *place = lse * params_.lse.scale;
+      *place = merged.lse() * params_.lse.scale;
     } else {
       write_max_and_sum(row, place);
     }
@@ -335,6 +348,8 @@ class Item {
   const ScoreBias bias_;
   const RowCoordinates rows_;
   const int num_rows_;
+  std::optional<std::int64_t> origin_;  // of angles_
+  Angles angles_;
 };
 
 }  // namespace

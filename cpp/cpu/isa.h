@@ -16,7 +16,7 @@ namespace preflash::cpu {
 inline constexpr int kCacheLine = 64;
 inline constexpr int kRowVecs = 2;        // vectors of query rows in one panel, at most
 inline constexpr int kMaskWordKeys = 32;  // keys per word of keep bits
-inline constexpr int kFewRows = 4;        // panels of at most so many rows keep q untransposed
+inline constexpr int kFewRows = 4;        // panels of at most so many rows may keep q untransposed
 
 // logit * log2(e) = factor * score, where score = scale * dot, or cap * tanh(scale_in_cap * dot)
 // where cap > 0, plus the bias. The factor is folded into the exponent, where the product is not
@@ -38,9 +38,9 @@ struct LinearBias {
 // kept transposed ([key][row]), so that the online softmax never reduces across lanes, keys and
 // values are read row by row as they lie in memory, and the scores are the packed operand of P * V.
 struct PanelStep {
-  // Query rows, transposed; [rows][ld_k] where rows <= kFewRows. A unit is 32 bits: one float, or a
-  // pair of adjacent bfloat16.
-  const float* q = nullptr;  // [units][ld]
+  // Query rows, transposed. A unit is 32 bits: one float, or a pair of adjacent bfloat16.
+  const float* q = nullptr;  // [units][ld]; [rows][ld_k] if `few`
+  bool few = false;          // lanes run along the head dimension, so the dot products' bits differ
   int ld = 0;                // rows of the panel: vectors * lanes
   int units = 0;
   int rows = 0;  // live rows, <= ld

@@ -302,7 +302,7 @@ inline bool has_weight(const PanelStep& step) {
 
 template <class Units>
 inline void attend_panel(const PanelStep& step) {
-  if (step.rows <= kFewRows) {
+  if (step.few) {
     score_few_rows<Units>(step);
   } else if (step.ld == kLanes) {
     score_panel<Units, 1>(step);

@@ -20,9 +20,12 @@ void merge_row(const MergedLse& merged, int num_states, const LseOfState& lse_of
                const RowOf& row_of, DType dtype, float* sum, int width) {
   alignas(kCacheLine) float row[kColumns];
   std::fill_n(sum, width, 0.0f);
+  bool first = true;
   for (int i = 0; i < num_states; ++i) {
     const float weight = merged.weight(lse_of_state(i));
     if (weight == 0.0f) continue;
+    if (first) std::fill_n(sum, width, kNothing);
+    first = false;
     isa_kernels().widen(dtype, row_of(i), row, width);
     isa_kernels().accumulate(weight, row, sum, width);
   }

@@ -14,6 +14,7 @@ namespace preflash::cpu {
 
 inline constexpr double kLog2E = 1.4426950408889634;
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNothing = -0.0f;  // added to any number it leaves the bits
 inline constexpr PartialLse kEmptyLse{.high = 0.0f, .low = -kInfinity};
 
 // The LSE of weights that add up to 2^log2_sum relative to 2^reference.

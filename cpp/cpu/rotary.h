@@ -1,6 +1,6 @@
-// RoPE: where the angles come from. A position is an origin (the first of a tile's) plus an offset
-// into the tile. Offsets are the same in every tile, so that their cosines and sines are made once
-// for a launch; a tile makes those of its origin, and a row's angle is the sum of the two.
+// RoPE: where the angles come from. A position is an origin plus an offset. Offsets are the same
+// from every origin, so that their cosines and sines are made once for a launch; a tile makes those
+// of its origins, and a row's angle is the sum of the two.
 //
 // Frequencies and their products with positions are doubles, and so are the sines: an angle
 // of 2^17 radians in float32 would be off by 2^-8.
@@ -20,6 +20,7 @@ class RotaryTable {
  public:
   RotaryTable(const RopeOptions& rope, int head_dim, int num_offsets)
       : half_(head_dim / 2),
+        num_offsets_(num_offsets),
         frequencies_(half_),
         cosines_(static_cast<std::size_t>(num_offsets) * half_),
         sines_(cosines_.size()) {
@@ -47,6 +48,13 @@ class RotaryTable {
     return {.cosines = cosines_.data() + place, .sines = sines_.data() + place};
   }
 
+  // Returns the origin of a position, which may be negative: a row's bits depend on its position
+  // alone, not on the tile that it is in.
+  std::int64_t origin_of(std::int64_t position) const {
+    const std::int64_t offset = position % num_offsets_;
+    return position - (offset < 0 ? offset + num_offsets_ : offset);
+  }
+
   // The angles of a position, which may be negative, written to angles[2 * half()].
   Angles origin(std::int64_t position, float* angles) const {
     for (int i = 0; i < half_; ++i) {
@@ -59,6 +67,7 @@ class RotaryTable {
 
  private:
   const int half_;
+  const int num_offsets_;
   std::vector<double> frequencies_;  // [half], radians per position
   std::vector<float> cosines_;       // [num_offsets][half]
   std::vector<float> sines_;         // [num_offsets][half]

@@ -305,7 +305,7 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
   std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
   if (batch < 1) return TileClass::kPrefill;
   std::int64_t group = problem.num_qo_heads / problem.num_kv_heads;
-  bool same_bits = problem.split.disable || problem.split.fixed_split_size > 0;
+  bool same_bits = problem.split.is_invariant();
   if (same_bits && family.short_tiles == ShortTiles::kOwn) return TileClass::kPrefill;
   const ShortRequests wanted = short_requests(problem, family);
   if (problem.graph_max_rows > 0) {

@@ -30,6 +30,7 @@ class BatchAttention:
         logits_soft_cap: float | None = None, q_data_type: str | torch.dtype = torch.bfloat16,
         kv_data_type: str | torch.dtype = torch.bfloat16, use_profiler: bool = False, *,
         seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        batch_invariant: bool = False,
     ) -> None: ...
     def run(
         self, q: torch.Tensor, kv_cache: KvCache, out: torch.Tensor | None = None,
@@ -127,6 +128,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         token_pos_in_items_len: int = 0, max_item_len_ptr: None = None,
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        batch_invariant: bool = False,
     ) -> None: ...
     begin_forward = plan
     def reset_workspace_buffer(
@@ -146,7 +148,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         token_pos_in_items_ptr: None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
+        disable_split_kv: bool = False, batch_invariant: bool = False,
     ) -> tuple[int, int]: ...
     @overload
     def run(

@@ -54,7 +54,7 @@ class MultiLevelCascadeAttentionWrapper:
         window_left: int = -1, logits_soft_cap: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
-        *, seq_lens_arr: Sequence[torch.Tensor | None] | None = None,
+        *, batch_invariant: bool = False, seq_lens_arr: Sequence[torch.Tensor | None] | None = None,
         lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     begin_forward = plan

@@ -31,7 +31,7 @@ def fast_decode_plan(
     sm_scale: float | torch.Tensor | None = None, rope_scale: float | None = None,
     rope_theta: float | None = None, non_blocking: bool = True, fixed_split_size: int | None = None,
     disable_split_kv: bool = False, q_len_per_req: int | torch.Tensor | None = 1,
-    global_override_indptr_cpu: torch.Tensor | None = None,
+    global_override_indptr_cpu: torch.Tensor | None = None, *, batch_invariant: bool = False,
 ) -> None: ...
 
 @overload
@@ -42,7 +42,7 @@ def single_decode_with_kv_cache(
     v_scale: float | torch.Tensor | None = None, window_left: int = -1,
     logits_soft_cap: float | None = None, sm_scale: float | torch.Tensor | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None,
-    return_lse: Literal[False] = False,
+    return_lse: Literal[False] = False, *, batch_invariant: bool = False,
 ) -> torch.Tensor: ...
 @overload
 def single_decode_with_kv_cache(
@@ -52,6 +52,7 @@ def single_decode_with_kv_cache(
     v_scale: float | torch.Tensor | None = None, window_left: int = -1,
     logits_soft_cap: float | None = None, sm_scale: float | torch.Tensor | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: Literal[True],
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def single_decode_with_kv_cache(
@@ -61,6 +62,7 @@ def single_decode_with_kv_cache(
     v_scale: float | torch.Tensor | None = None, window_left: int = -1,
     logits_soft_cap: float | None = None, sm_scale: float | torch.Tensor | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool,
+    batch_invariant: bool = False,
 ) -> Result: ...
 @overload
 def single_decode_with_kv_cache(
@@ -68,7 +70,7 @@ def single_decode_with_kv_cache(
     use_tensor_cores: bool, q_scale: float | torch.Tensor | None,
     k_scale: float | torch.Tensor | None, v_scale: float | torch.Tensor | None, window_left: int,
     logits_soft_cap: float | None, sm_scale: float | torch.Tensor | None, rope_scale: float | None,
-    rope_theta: float | None, return_lse: Literal[True],
+    rope_theta: float | None, return_lse: Literal[True], *, batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def single_decode_with_kv_cache(
@@ -76,7 +78,7 @@ def single_decode_with_kv_cache(
     use_tensor_cores: bool, q_scale: float | torch.Tensor | None,
     k_scale: float | torch.Tensor | None, v_scale: float | torch.Tensor | None, window_left: int,
     logits_soft_cap: float | None, sm_scale: float | torch.Tensor | None, rope_scale: float | None,
-    rope_theta: float | None, return_lse: bool,
+    rope_theta: float | None, return_lse: bool, *, batch_invariant: bool = False,
 ) -> Result: ...
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -100,8 +102,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         rope_theta: float | None = None, non_blocking: bool = True,
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        o_data_type: str | torch.dtype | None = None, lengths_are_upper_bounds: bool = False,
-        q_len_per_req: int | None = 1,
+        o_data_type: str | torch.dtype | None = None, batch_invariant: bool = False,
+        lengths_are_upper_bounds: bool = False, q_len_per_req: int | None = 1,
     ) -> None: ...
     def begin_forward(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
@@ -113,8 +115,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         rope_theta: float | None = None, non_blocking: bool = True,
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        o_data_type: str | torch.dtype | None = None, lengths_are_upper_bounds: bool = False,
-        q_len_per_req: int | None = 1,
+        o_data_type: str | torch.dtype | None = None, batch_invariant: bool = False,
+        lengths_are_upper_bounds: bool = False, q_len_per_req: int | None = 1,
     ) -> None: ...
     def workspace_size(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
@@ -126,8 +128,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         rope_theta: float | None = None, non_blocking: bool = True,
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        o_data_type: str | torch.dtype | None = None, lengths_are_upper_bounds: bool = False,
-        q_len_per_req: int | None = 1,
+        o_data_type: str | torch.dtype | None = None, batch_invariant: bool = False,
+        lengths_are_upper_bounds: bool = False, q_len_per_req: int | None = 1,
     ) -> tuple[int, int]: ...
     @overload
     def run(

@@ -271,6 +271,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
             batch.use_mask()
         graph_rows = max(q.shape[0], 1) if self.is_cuda_graph_enabled else 0
         options = prepass.applied_to(options)
+        options = options.replace(disable_split=decode.disable_split)
         return Request(options, self.device, batch, None, given.kv_layout, graph_rows=graph_rows)
 
     def run_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Result, Result]:

@@ -28,8 +28,8 @@ class BatchPODWithPagedKVCacheWrapper:
         kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
         sm_scale: float | torch.Tensor | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, *,
-        seq_lens_p: torch.Tensor | None = None, seq_lens_d: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False,
+        batch_invariant: bool = False, seq_lens_p: torch.Tensor | None = None,
+        seq_lens_d: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     begin_forward = plan
     @overload
@@ -126,7 +126,8 @@ class PODWithPagedKVCacheWrapper:
         kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
         sm_scale: float | torch.Tensor | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, *,
-        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        batch_invariant: bool = False, seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False,
     ) -> None: ...
     begin_forward = plan
     @overload

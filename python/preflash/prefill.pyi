@@ -38,8 +38,9 @@ def single_prefill_with_kv_cache(
     o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
-    use_fp16_qk_reduction: bool | None = None, enable_pdl: bool | None = None,
-    return_lse: Literal[False] = False, lse_base: str = "log2", lse_layout: str = "NH",
+    batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+    enable_pdl: bool | None = None, return_lse: Literal[False] = False, lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> torch.Tensor: ...
 @overload
 def single_prefill_with_kv_cache(
@@ -55,8 +56,9 @@ def single_prefill_with_kv_cache(
     o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
-    use_fp16_qk_reduction: bool | None = None, enable_pdl: bool | None = None,
-    return_lse: Literal[True], lse_base: str = "log2", lse_layout: str = "NH",
+    batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+    enable_pdl: bool | None = None, return_lse: Literal[True], lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def single_prefill_with_kv_cache(
@@ -72,8 +74,9 @@ def single_prefill_with_kv_cache(
     o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
-    use_fp16_qk_reduction: bool | None = None, enable_pdl: bool | None = None, return_lse: bool,
-    lse_base: str = "log2", lse_layout: str = "NH",
+    batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+    enable_pdl: bool | None = None, return_lse: bool, lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> Result: ...
 
 @overload
@@ -90,8 +93,9 @@ def single_prefill_with_kv_cache_return_lse(
     o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
-    use_fp16_qk_reduction: bool | None = None, enable_pdl: bool | None = None,
-    return_lse: Literal[True] = True, lse_base: str = "log2", lse_layout: str = "NH",
+    batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+    enable_pdl: bool | None = None, return_lse: Literal[True] = True, lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def single_prefill_with_kv_cache_return_lse(
@@ -107,8 +111,9 @@ def single_prefill_with_kv_cache_return_lse(
     o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
-    use_fp16_qk_reduction: bool | None = None, enable_pdl: bool | None = None,
-    return_lse: Literal[False], lse_base: str = "log2", lse_layout: str = "NH",
+    batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+    enable_pdl: bool | None = None, return_lse: Literal[False], lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> torch.Tensor: ...
 @overload
 def single_prefill_with_kv_cache_return_lse(
@@ -124,8 +129,9 @@ def single_prefill_with_kv_cache_return_lse(
     o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
-    use_fp16_qk_reduction: bool | None = None, enable_pdl: bool | None = None, return_lse: bool,
-    lse_base: str = "log2", lse_layout: str = "NH",
+    batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+    enable_pdl: bool | None = None, return_lse: bool, lse_base: str = "log2",
+    lse_layout: str = "NH",
 ) -> Result: ...
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -153,11 +159,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         head_dim_qk: int | None = None, head_dim_vo: int | None = None,
         o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
-        prefix_len_ptr: torch.Tensor | None = None,
+        batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> None: ...
@@ -174,11 +180,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         head_dim_qk: int | None = None, head_dim_vo: int | None = None,
         o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
-        prefix_len_ptr: torch.Tensor | None = None,
+        batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> None: ...
@@ -195,11 +201,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         head_dim_qk: int | None = None, head_dim_vo: int | None = None,
         o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
-        prefix_len_ptr: torch.Tensor | None = None,
+        batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> tuple[int, int]: ...
@@ -323,7 +329,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         o_indptr: torch.Tensor | None = None, head_dim_qk: int | None = None,
         head_dim_vo: int | None = None, o_data_type: str | torch.dtype | None = None,
         o_dtype: str | torch.dtype | None = None, fixed_split_size: int | None = None,
-        disable_split_kv: bool = False, non_blocking: bool = True,
+        disable_split_kv: bool = False, batch_invariant: bool = False, non_blocking: bool = True,
         use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
         lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
@@ -343,7 +349,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         o_indptr: torch.Tensor | None = None, head_dim_qk: int | None = None,
         head_dim_vo: int | None = None, o_data_type: str | torch.dtype | None = None,
         o_dtype: str | torch.dtype | None = None, fixed_split_size: int | None = None,
-        disable_split_kv: bool = False, non_blocking: bool = True,
+        disable_split_kv: bool = False, batch_invariant: bool = False, non_blocking: bool = True,
         use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
         lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
@@ -363,7 +369,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         o_indptr: torch.Tensor | None = None, head_dim_qk: int | None = None,
         head_dim_vo: int | None = None, o_data_type: str | torch.dtype | None = None,
         o_dtype: str | torch.dtype | None = None, fixed_split_size: int | None = None,
-        disable_split_kv: bool = False, non_blocking: bool = True,
+        disable_split_kv: bool = False, batch_invariant: bool = False, non_blocking: bool = True,
         use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
         lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,

@@ -48,12 +48,15 @@ OURS = tuple(
 @pytest.fixture
 def registry(monkeypatch):
     """SGLang's lists of backends, and its hooks."""
-    factories, choices, registered = {}, ["fa3"], []
+    factories, choices, deterministic, registered = {}, ["fa3"], ["triton"], []
     hook_type = enum.Enum("HookType", "BEFORE AFTER")
     add_modules(
         monkeypatch,
         {
-            CHOICES: {"add_attention_backend_choices": choices.extend},
+            CHOICES: {
+                "add_attention_backend_choices": choices.extend,
+                "add_deterministic_attention_backend_choices": deterministic.extend,
+            },
             REGISTRY: {
                 "register_attention_backend": lambda name: (
                     lambda make: factories.setdefault(name, make)
@@ -67,7 +70,11 @@ def registry(monkeypatch):
     )
     monkeypatch.setattr(integration.registration, "_registered", False)
     return SimpleNamespace(
-        factories=factories, choices=choices, hooks=registered, before=hook_type.BEFORE
+        factories=factories,
+        choices=choices,
+        deterministic=deterministic,
+        hooks=registered,
+        before=hook_type.BEFORE,
     )
 
 
@@ -76,6 +83,7 @@ def test_the_name_is_registered_once(registry):
     integration.register()
     assert list(registry.factories) == ["preflash"]
     assert registry.choices == ["fa3", "preflash"]
+    assert registry.deterministic == ["triton", "preflash"]
     ((target, _, kind),) = registry.hooks
     assert target == "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     assert kind is registry.before
@@ -130,6 +138,7 @@ def sglang(monkeypatch, target):
     parallel = SimpleNamespace(attn_dcp_size=1, attn_cp_size=1)
     spec = SimpleNamespace(speculative_eagle_topk=None, speculative_num_draft_tokens=None)
     state = SimpleNamespace(window=(0, 0))
+    deterministic = SimpleNamespace(enable_deterministic_inference=False)
     attention = "sglang.srt.layers.attention"
     add_modules(
         monkeypatch,
@@ -145,6 +154,7 @@ def sglang(monkeypatch, target):
             },
             "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
             "sglang.srt.runtime_context": {
+                "get_exec": lambda: SimpleNamespace(deterministic=deterministic),
                 "get_parallel": lambda: parallel,
                 "get_spec": lambda: spec,
             },
@@ -162,6 +172,7 @@ def sglang(monkeypatch, target):
         parallel=parallel,
         spec=spec,
         state=state,
+        deterministic=deterministic,
         device=torch.device(target.device),
     )
     for name in OURS:
@@ -277,6 +288,23 @@ def test_keys_that_are_in_the_cache_already(sglang):
     close(engine.forward(0, q, None, None, batch), wanted)
     junk = torch.full((4, KV_HEADS, D), float("nan"))
     close(engine.forward(0, q, junk, junk, batch, save_kv_cache=False), wanted)
+
+
+def test_deterministic_inference(sglang):
+    """A decode step has the bits of the last row of a chunk."""
+    sglang.deterministic.enable_deterministic_inference = True
+    engine = Engine(sglang, page_size=16)
+    chunks, steps = (Request(7, 50), Request(30, 70)), (Request(1, 50), Request(1, 70))
+    engine.allocate(chunks)
+    ((q, pairs),) = engine.inputs(chunks)
+    for row, (k, v) in enumerate(pairs, 1):
+        engine.write(engine.layers[0], engine.table[row, : len(k)], k, v)
+    last, out = [6, 36], []
+    for requests, mode, rows in ((chunks, Mode.EXTEND, q), (steps, Mode.DECODE, q[last])):
+        batch = engine.batch(requests, mode)
+        engine.backend.init_forward_metadata(batch)
+        out.append(engine.forward(0, rows, None, None, batch))
+    assert torch.equal(out[0][last], out[1])
 
 
 def test_rows_of_padding_are_zero(sglang):

@@ -120,6 +120,7 @@ def vllm(monkeypatch, target):
                     name: layers[name] for name in names
                 }
             },
+            "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
             "vllm.platforms": {"current_platform": platform},
             "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
             "vllm.v1.attention.backend": {
@@ -595,6 +596,21 @@ def test_decode_steps_share_plans_for_bounds(vllm, monkeypatch, in_graph):
     for totals in ([109, 7, 119, 86], [110, 128, 120, 87], [110, 128, 120, 87]):
         step(totals, sum(totals))
     assert len(planned) == before + 2
+
+
+def test_batch_invariance(vllm):
+    """A decode step, alone, has the bits of the last row of a chunk in a batch."""
+    sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True
+    assert vllm.backend.supports_batch_invariance()
+    group = Group(vllm)
+    chunks = (Request(7, 50), Request(30, 70))
+    q, keys = group.inputs(chunks)
+    cache, table = group.cache(keys, chunks)
+    whole = group.run(group.builder.build(0, group.metadata(chunks, table)), q, cache)
+    for i, last in enumerate((6, 36)):
+        step = (Request(1, chunks[i].total),)
+        metadata = group.builder.build(0, group.metadata(step, table[i : i + 1]))
+        assert torch.equal(group.run(metadata, q[last : last + 1], cache)[0], whole[last])
 
 
 # The cache's writes, and refusals.

@@ -66,6 +66,10 @@ def test_readme():
     assert names["o"].isfinite().all()
 
 
+def test_a_decode_step_that_is_a_row_of_a_prefill():
+    run("docs/invariance.md", "batch_invariant=True")
+
+
 def test_one_request():
     names = run("docs/guide.md", "single_prefill_with_kv_cache(q, k, v, causal=True)")
     assert names["o"].shape == (128, 32, 128)

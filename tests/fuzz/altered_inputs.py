@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from preflash.testing.case import MaskKind
 from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, indptr, pages_of
 
 
@@ -70,6 +71,35 @@ def lone(inputs: Inputs, i: int) -> Inputs:
         alone.masks = [inputs.masks[i]]
         attach_masks(alone, alone.masks, inputs.q.device)
     return alone
+
+
+def part(inputs: Inputs, i: int, begin: int, end: int) -> Inputs:
+    """Rows [begin, end) of request i as a batch of its own: a chunk of its prefill, or a decode
+    step, with the keys that are there by then."""
+    one = lone(inputs, i)
+    case, index_device = one.case, inputs.qo_indptr.device
+    kv_len = case.kv_lens[0] - (case.qo_lens[0] - end if case.mask is MaskKind.CAUSAL else 0)
+    cut = dataclasses.replace(
+        one,
+        case=dataclasses.replace(case, qo_lens=(end - begin,), kv_lens=(kv_len,)),
+        q=one.q.narrow(0, begin, end - begin),
+        qo_indptr=indptr([end - begin], index_device),
+    )
+    if case.paged:
+        num_pages = -(-kv_len // case.page_size)
+        cut.page_table = [one.page_table[0][:num_pages]]
+        cut.kv_indptr = indptr([num_pages], index_device)
+        cut.indices = one.indices[:num_pages]
+        last = kv_len - (num_pages - 1) * case.page_size if num_pages else 1
+        cut.last_page_len = torch.full_like(one.last_page_len, last)
+    else:
+        tokens = 0 if case.layout == "NHD" else 1
+        cut.k, cut.v = (t.narrow(tokens, 0, kv_len) for t in (one.k, one.v))
+        cut.kv_indptr = indptr([kv_len], index_device)
+    if one.masks is not None:
+        cut.masks = [one.masks[0][begin:end]]
+        attach_masks(cut, cut.masks, inputs.q.device)
+    return cut
 
 
 def spoil(inputs: Inputs, i: int) -> None:

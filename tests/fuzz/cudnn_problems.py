@@ -102,6 +102,7 @@ def _adapted(case: Case, rng: random.Random) -> Case:
         head_scales=False,
         fixed_split_size=None,
         disable_split_kv=False,
+        batch_invariant=False,
     )
 
 

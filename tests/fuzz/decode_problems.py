@@ -48,7 +48,7 @@ def draw(seed: int, index: int, limits: Limits) -> DecodeProblem:
         call = _plain(call)
     if also not in _LOOKED_AT or (also is Also.SPOILT and case.batch_size < 2):
         also = Also.NOTHING
-    splits = case.fixed_split_size is not None or case.disable_split_kv
+    splits = case.is_invariant
     if also is Also.ALONE and not splits:
         also = Also.NOTHING
     if call.scratch is not Scratch.WHOLE and splits:

@@ -99,6 +99,7 @@ def _plain(case: Case) -> Case:
         o_dtype=None,
         fixed_split_size=None,
         disable_split_kv=False,
+        batch_invariant=False,
     )
 
 

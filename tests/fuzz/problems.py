@@ -59,6 +59,9 @@ class Also(enum.Enum):
     ALONE = "alone"  # every request has the bits that it has without the others
     SPOILT = "spoilt"  # NaN and infinities in one request reach no other one
     REPLAN = "replan"  # the wrapper had another plan before, with other options
+    INVARIANT = (
+        "invariant"  # also chunks and decode steps of a request have the bits of its prefill
+    )
     REFUSALS = "refusals"  # wrong options raise, write nothing, and leave the wrapper as it was
 
 
@@ -108,7 +111,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         case, call, entry = self.case, self.call, self.call.entry
-        splits = case.fixed_split_size is not None or case.disable_split_kv
+        splits = case.is_invariant
         if entry is Entry.SINGLE:
             _must(case.batch_size == 1 and not case.paged, "one ragged request")
             _must(not splits, "a single request has no split policy")
@@ -116,12 +119,17 @@ class Problem:
                 not (call.graph or call.hints or call.padding or call.bounds), "options of plan()"
             )
             _must(not (call.other_mask or call.long_mask), "masks of plan()")
-            _must(self.also not in (Also.ALONE, Also.REPLAN), "a single request is not planned")
+            _must(
+                self.also not in (Also.ALONE, Also.INVARIANT, Also.REPLAN),
+                "a single request is not planned",
+            )
         if entry is Entry.FORWARD:
             _must(case.sinks is Sinks.NONE and call.q_scale is None, "options of run()")
             _must(call.out is Brought.ABSENT and call.lse is Brought.ABSENT, "options of run()")
             _must(call.lse_base == "log2" and call.lse_layout == "NH", "options of run()")
-            _must(self.also not in (Also.ALONE, Also.REFUSALS), "looked at with run()")
+            _must(
+                self.also not in (Also.ALONE, Also.INVARIANT, Also.REFUSALS), "looked at with run()"
+            )
             _must(not case.head_scales, "options of run()")
         _must(not limits.contradiction(case), limits.contradiction(case))
         _must(not call.other_mask or case.mask is MaskKind.PACKED, "beside a packed mask")
@@ -136,6 +144,7 @@ class Problem:
         )
         _must(self.also is not Also.SPOILT or case.batch_size > 1, "there is no other request")
         _must(self.also is not Also.ALONE or splits, "a split policy makes requests independent")
+        _must(self.also is not Also.INVARIANT or _may_be_cut(case, call), "rows that may be cut")
 
     @property
     def text(self) -> str:
@@ -235,6 +244,8 @@ def draw(seed: int, index: int, limits: Limits) -> Problem:
     seed = rng.randrange(2**31)
     call = dataclasses.replace(call, copies=rng.choice(list(Copies)))
     call = _planned_call(rng, case, call)
+    if also is Also.INVARIANT and not _may_be_cut(case, call):
+        also = Also.NOTHING
     if call.entry is not Entry.SINGLE and also in _WITH_BOUNDS and _may_be_bounded(case, call):
         call = dataclasses.replace(call, bounds=rng.random() < 0.3)
     return Problem(case, call, also, seed)
@@ -268,6 +279,22 @@ def _may_be_bounded(case: Case, call: Call) -> bool:
     return not (case.has_custom_mask or call.hints or (fixed and case.window_left >= 0))
 
 
+def _may_be_cut(case: Case, call: Call) -> bool:
+    """True if a part of a request's rows is a request with the same results: what a row sees goes
+    by its own position, or by none. Tiles are skipped for all rows of a warpgroup."""
+    placed = case.window_left >= 0 or case.position is not Position.NONE
+    # Logits with ALiBi are counted from the first row of the call, in chunks and beside sinks.
+    fixed = case.fixed_split_size is not None and not case.disable_split_kv
+    counted = case.position is Position.ALIBI and (fixed or case.sinks is not Sinks.NONE)
+    return (
+        case.is_invariant
+        and call.skip_factor == 0.0
+        and call.copies is not Copies.ALWAYS
+        and not counted
+        and (case.mask is MaskKind.CAUSAL or not placed)
+    )
+
+
 def _may_skip(case: Case) -> bool:
     """True if every backend has kernels that skip tiles of the case."""
     plain = case.position is Position.NONE and not case.soft_cap and not case.has_custom_mask
@@ -287,6 +314,7 @@ def _adapted(case: Case, entry: Entry) -> Case:
             form=form,
             fixed_split_size=None,
             disable_split_kv=False,
+            batch_invariant=False,
         )
     if entry is Entry.FORWARD:
         case = dataclasses.replace(case, sinks=Sinks.NONE, head_scales=False)
@@ -301,8 +329,9 @@ def _looked_at(case: Case, entry: Entry) -> list[Also]:
         choices.append(Also.REFUSALS)
     if case.batch_size > 1:
         choices.append(Also.SPOILT)
-    if entry is Entry.BATCH and (case.fixed_split_size is not None or case.disable_split_kv):
-        choices += [Also.ALONE] * 4
+    if entry is Entry.BATCH and case.is_invariant:
+        choices += [Also.ALONE] * 2
+        choices += [Also.INVARIANT] * 2
     return choices
 
 
@@ -312,7 +341,7 @@ def _random_call(rng: random.Random, case: Case, entry: Entry) -> Call:
     q_scale, k_scale = rng.choice(scales), rng.choice(scales)
     v_scale = rng.choice([*scales, 0.0])
     out, lse = (rng.choice([Brought.ABSENT, *Brought]) for _ in range(2))
-    splits = case.fixed_split_size is not None or case.disable_split_kv
+    splits = case.is_invariant
     scratch = rng.choice([Scratch.WHOLE, *Scratch])
     call = Call(
         entry=entry,

@@ -142,6 +142,7 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         None if dims[0] == dims[1] else dims[1],
         fixed_split_size=rng.choice([1, 64, 64, 100, 128, 256]) if split < 0.5 else None,
         disable_split_kv=split > 0.85,
+        batch_invariant=0.5 <= split < 0.6,
         **storage,
         **logits,
         # Not choice(), which takes a number of draws that depends on how many there are.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,12 +19,12 @@ import torch
 import wrapper_options
 from preflash import _core
 from preflash.testing import runner
-from preflash.testing.case import MaskKind
+from preflash.testing.case import Case, MaskKind, Position
 from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import Expected, reference
 
 from . import guarded, refusals
-from .altered_inputs import lone, spoil, surrounded, with_bounds
+from .altered_inputs import lone, part, spoil, surrounded, with_bounds
 from .guarded import Guarded, Padding, Untouched
 from .outputs import GivenOutputs, Result
 from .problems import Also, Call, Entry, Problem, Scratch
@@ -353,6 +354,37 @@ def _alone(trial: Trial, result: Result) -> list[str]:
     return failures
 
 
+def _invariant(trial: Trial, result: Result) -> list[str]:
+    """Each request alone, then parts of it: chunks of its prefill and decode steps, some of them
+    with a CUDA graph's buffers."""
+    rng, failures = random.Random(trial.problem.seed), _alone(trial, result)
+    case, begins, call = trial.inputs.case, _first_rows(trial), trial.problem.call
+    if case.position is Position.ALIBI:  # its logits are counted from the first row of a request
+        result = dataclasses.replace(result, lse=None)
+    for i in range(min(case.batch_size, _MOST_ALONE)):
+        for begin, end in _parts(rng, case, i):
+            graph = rng.random() < 0.5
+            other = dataclasses.replace(trial.problem, call=dataclasses.replace(call, graph=graph))
+            computed = Trial(other, part(trial.inputs, i, begin, end), trial.backend).run()
+            if not computed.same_bits(result.rows(begins[i] + begin, begins[i] + end)):
+                kind = "with a graph's buffers" if graph else "eager"
+                failures.append(f"rows {begin} to {end} of request {i}, {kind}, have other bits")
+    return failures
+
+
+def _parts(rng: random.Random, case: Case, i: int) -> list[tuple[int, int]]:
+    """Rows of request i: its last one, some single ones, and chunks that make up the rest."""
+    rows = case.qo_lens[i]
+    # Rows before the first key see none: a request without keys has no such rows.
+    first = max(rows - case.kv_lens[i], 0) if case.mask is MaskKind.CAUSAL else 0
+    if rows <= first:
+        return []
+    ends = sorted({*(rng.randrange(first, rows) + 1 for _ in range(2)), rows})
+    singles = {rows - 1, rng.randrange(first, rows)}
+    chunks = zip([first, *ends[:-1]], ends, strict=True)
+    return [*chunks, *((row, row + 1) for row in sorted(singles))]
+
+
 def _spoilt(trial: Trial, result: Result) -> list[str]:
     problem, failures = trial.problem, []
     count = problem.case.batch_size
@@ -391,6 +423,7 @@ _LOOK: dict[Also, Callable[[Trial, Result], list[str]]] = {
     Also.NOTHING: _nothing,
     Also.REPEAT: _repeat,
     Also.ALONE: _alone,
+    Also.INVARIANT: _invariant,
     Also.SPOILT: _spoilt,
     Also.REPLAN: _nothing,  # the other plan was made before
     Also.REFUSALS: _refusals,

@@ -9,10 +9,13 @@
 namespace preflash {
 
 struct SplitPolicy {
-  // Keys per KV chunk, rounded up to whole tiles; 0 lets the planner choose. With a fixed size or
-  // with `disable` a request's result does not depend on what else is in the batch.
+  // Keys per KV chunk, rounded up to whole tiles; 0 lets the planner choose.
   std::int32_t fixed_split_size = 0;
   bool disable = false;
+
+  // True if the bits of a request's rows depend on the request alone: not on the rest of the batch,
+  // nor on how its prompt was cut.
+  constexpr bool is_invariant() const { return disable || fixed_split_size > 0; }
 
   friend bool operator==(const SplitPolicy&, const SplitPolicy&) = default;
 };

@@ -194,6 +194,9 @@ def _attention_options(
             value = check_alone(name, options.get(name, default))
             if field:
                 known[field] = value
+    if check.invariance("batch_invariant", options.get("batch_invariant", False)):
+        # One pass over the keys: a fixed split of a prefill would write partial results.
+        known["disable_split"] |= not known["fixed_split_size"]
     q_dtype = kv_dtype = check.dtype(*q)
     _, kv_given = kv
     if q_dtype == check.CONVERTED_QUERY:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ SHORT_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 FP8_QUERY = torch.float8_e4m3fn
+# PREFLASH_BATCH_INVARIANT of the environment, read once at import.
+ALWAYS_INVARIANT = os.environ.get("PREFLASH_BATCH_INVARIANT", "") not in ("", "0")
 # Queries of this dtype are converted, which is exact, to that of the output.
 CONVERTED_QUERY = torch.float8_e5m2
 # Output dtypes for fp8 queries, the default first.
@@ -115,6 +118,11 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(found, bool):
         raise TypeError(f"{name} must be True or False; got {kind_of(value)}")
     return found
+
+
+def invariance(name: str, value: Any) -> bool:
+    """batch_invariant of a call, which PREFLASH_BATCH_INVARIANT sets for all."""
+    return flag(name, value) or ALWAYS_INVARIANT
 
 
 def window_left(name: str, value: Any) -> int:

@@ -139,6 +139,7 @@ def _options(
         position=_POSITIONS[_mode("pos_encoding_mode", position, _POSITIONS)],
         soft_cap=_soft_cap(a.logits_soft_cap_scale),
         skip_factor=_skip_factor(a),
+        disable_split=check.ALWAYS_INVARIANT,
     )
 
 

@@ -205,9 +205,11 @@ class PodPlanCache:
     def _launch(
         self, prefill: Request, decode: Plan, workspace: _core.Workspace
     ) -> _core.PlannedVariant | TwoLaunches:
-        """The one place that decides whether both sides are one launch."""
+        """The one place that decides whether both sides are one launch. Kernels of both have tiles
+        of their own, so that batch-invariant sides are two."""
         sides, name = (prefill, decode.request), self._decode._requested_backend.name
-        apart = _forced_apart or any(side.batch.max_qo_len == 0 for side in sides)
+        apart = _forced_apart or decode.request.options.disable_split
+        apart = apart or any(side.batch.max_qo_len == 0 for side in sides)
         backend = backends.choose(name, prefill.device, *(side.options for side in sides))
         if not apart and backend.separates(*sides) is None and not backend.faster_apart(*sides):
             return pipeline.made(workspace, backend, *sides)

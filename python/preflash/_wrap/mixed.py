@@ -71,6 +71,7 @@ class BatchAttention(OverPages):
         *,
         seq_lens: torch.Tensor | None = None,
         lengths_are_upper_bounds: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         """Chooses a kernel and makes its work list for a batch of these lengths.
 
@@ -127,6 +128,7 @@ class BatchAttention(OverPages):
                 causal=causal, sm_scale=sm_scale, logits_soft_cap=cap, q_data_type=q_data_type,
                 kv_data_type=kv_data_type, head_dim_vo=head_dim_vo, non_blocking=True,
                 seq_lens=seq_lens, lengths_are_upper_bounds=lengths_are_upper_bounds,
+                batch_invariant=batch_invariant,
             )  # fmt: skip
         self._logits_soft_cap = cap
 

@@ -132,10 +132,15 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             non_blocking: either value promises the same: the arrays may change when plan()
                 returns, run() may be called on any stream, and the host does not wait for the
                 upload.
-            fixed_split_size: keys per KV chunk, rounded up to whole key tiles; a request's result
-                then does not depend on its batch. None, 0 and -1 let the planner choose.
-            disable_split_kv: never split keys, whatever fixed_split_size says; a request's result
-                then does not depend on its batch.
+            batch_invariant: the bits of a request's rows depend on the request alone: not on the
+                rest of the batch, on how its prompt was cut into chunks and decode steps, on CUDA
+                graphs, page size or GPU model (docs/invariance.md). Without fixed_split_size it
+                means disable_split_kv. PREFLASH_BATCH_INVARIANT=1 in the environment, read at
+                import, sets it for every call.
+            fixed_split_size: keys per KV chunk, rounded up to whole key tiles; implies
+                batch_invariant. None, 0 and -1 let the planner choose.
+            disable_split_kv: never split keys, whatever fixed_split_size says; implies
+                batch_invariant.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
             uniform_q_len:
                 repeat what the arrays say, and must agree with it. Tensors on the GPU are compared

@@ -156,6 +156,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         """Takes the lengths of a batch, as BatchPrefillWithPagedKVCacheWrapper.plan().
 

@@ -96,6 +96,7 @@ class Case:
     sm_scale: float | None = None
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
+    batch_invariant: bool = False
     magnitude: Magnitude = Magnitude.NORMAL
     position: Position = Position.NONE
     rope_scale: float | None = None
@@ -178,10 +179,16 @@ class Case:
             "scales": self.head_scales,
             f"split{self.fixed_split_size}": self.fixed_split_size is not None,
             "nosplit": self.disable_split_kv,
+            "invariant": self.batch_invariant,
         }
         parts = [self.name, dtype, dims, heads, storage, self.layout.lower(), self.form.value]
         parts += [self.mask.value, *(name for name, given in options.items() if given)]
         return "-".join(parts)
+
+    @property
+    def is_invariant(self) -> bool:
+        """True if the bits of a request's rows depend on the request alone."""
+        return self.batch_invariant or self.disable_split_kv or self.fixed_split_size is not None
 
     def with_dtype(self, dtype: torch.dtype) -> Case:
         return dataclasses.replace(self, dtype=dtype)

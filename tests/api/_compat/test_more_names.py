@@ -58,6 +58,7 @@ RANGES_PLAN = (
     "o_data_type=None {}prefix_len_ptr=None token_pos_in_items_ptr=None "
     "token_pos_in_items_len=0 max_item_len_ptr=None max_token_per_sequence=None "
     "max_sequence_kv=None fixed_split_size=None disable_split_kv=False"
+    " batch_invariant=False"
 )
 RANGES_RUN = (
     "q paged_kv_cache bidirectional_ranges causal_window_left=-1 range_window_left=-1 "
@@ -73,7 +74,7 @@ MIXED_PLAN = (
     "qo_indptr kv_indptr kv_indices kv_len_arr num_qo_heads num_kv_heads head_dim_qk head_dim_vo "
     "page_size causal=False sm_scale=None logits_soft_cap=None q_data_type=torch.bfloat16 "
     "kv_data_type=torch.bfloat16 use_profiler=False * seq_lens=None "
-    "lengths_are_upper_bounds=False"
+    "lengths_are_upper_bounds=False batch_invariant=False"
 )
 MIXED_RUN = (
     "q kv_cache out=None lse=None k_scale=None v_scale=None logits_soft_cap=0.0 "

@@ -747,6 +747,7 @@ def test_signatures():
         "rope_scale",
         "rope_theta",
         "non_blocking",
+        "batch_invariant",
         "seq_lens",
         "lengths_are_upper_bounds",
     ]

@@ -285,6 +285,7 @@ PLAN = {
     "fixed_split_size": NONE,
     "disable_split_kv": False,
     "o_data_type": NONE,
+    "batch_invariant": False,
     "lengths_are_upper_bounds": False,
     "q_len_per_req": 1,
 }
@@ -295,7 +296,7 @@ def test_signature(name):
     parameters = list(inspect.signature(getattr(Wrapper, name)).parameters.values())[1:]
     assert {p.name: p.default for p in parameters} == PLAN
     by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert by_name == ["o_data_type", "lengths_are_upper_bounds", "q_len_per_req"]
+    assert by_name == list(PLAN)[-4:]
     assert [p.name for p in parameters] == list(PLAN)
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[: -len(by_name)])
 

@@ -154,10 +154,10 @@ def test_as_in_the_function(target, kind, head_dim):
             mask_mode="causal" if batch.causal else "padding", backend=target.backend,
             **{FACTOR: factor},
         )  # fmt: skip
-        if cpu:
-            assert torch.equal(out, function), factor
-        elif factor <= 1.0:
-            assert near(out, function), factor
+        # Without a split, as the batch is, a decode step has the bits of a prefill's row.
+        same = torch.equal if cpu and kind != "decode" else near
+        if cpu or factor <= 1.0:
+            assert same(out, function), factor
     assert cpu is False or not torch.equal(out, batch.run())
 
 

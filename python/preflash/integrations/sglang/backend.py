@@ -9,7 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_exec, get_spec
 
 from .._paging import new_workspace, shared_workspace
 from .layers import FP8_DTYPES, attention_layers, layer_form
@@ -57,6 +57,7 @@ class PreflashAttnBackend(AttentionBackend):
             model_runner.kv_cache_dtype,
             # Launches of a second backend may overlap with those of the first one.
             (new_workspace if model_runner.init_new_workspace else shared_workspace)(device),
+            batch_invariant=get_exec().deterministic.enable_deterministic_inference,
         )
         self._make_step = StepMaker(self.slots, config.is_encoder_decoder)
         # A 16-bit cache has the keys and values as they are, whatever scales a model has loaded.

@@ -23,6 +23,7 @@ class Plans:
         page_size: tokens in a page of the block tables.
         q_dtype, kv_dtype: of queries and output, and of the cache.
         workspace: scratch memory of all launches.
+        batch_invariant: as plan()'s.
     """
 
     def __init__(
@@ -32,7 +33,10 @@ class Plans:
         q_dtype: torch.dtype,
         kv_dtype: torch.dtype,
         workspace: torch.Tensor,
+        *,
+        batch_invariant: bool,
     ) -> None:
+        self._batch_invariant = batch_invariant
         self.forms = dict.fromkeys(forms)
         self._page_size, self._workspace = page_size, workspace
         self._q_dtype, self._kv_dtype = q_dtype, kv_dtype
@@ -111,6 +115,7 @@ class Plans:
             "logits_soft_cap": form.logits_soft_cap,
             "q_data_type": self._q_dtype,
             "kv_data_type": self._kv_dtype,
+            "batch_invariant": self._batch_invariant,
         }
 
     def _plan_paged(self, wrapper: StepWrapper, form: LayerForm) -> None:
@@ -136,4 +141,5 @@ class Plans:
             sm_scale=form.sm_scale,
             logits_soft_cap=form.logits_soft_cap,
             q_data_type=self._q_dtype,
+            batch_invariant=self._batch_invariant,
         )

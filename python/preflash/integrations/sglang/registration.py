@@ -35,6 +35,7 @@ def register() -> None:
     hooks = importlib.import_module(_HOOKS)
     registry.register_attention_backend(NAME)(_make_backend)
     choices.add_attention_backend_choices([NAME])
+    choices.add_deterministic_attention_backend_choices([NAME])
     # SGLang's factory of draft backends has a dictionary of its own in each of its calls.
     hooks.HookRegistry.register(_DRAFT_BACKENDS, _add_draft_backend, hooks.HookType.BEFORE)
     _registered = True

@@ -97,6 +97,10 @@ class PreflashBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # plans are for the query lengths on the host
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm.envs
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
@@ -70,8 +71,9 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
             self._draft_tokens = vllm_config.num_speculative_tokens + 1
         self._capturing = False
         self._ragged = self._paged = None
+        batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
         if one.attn_type in ENCODER_TYPES:
-            self._ragged = RaggedPlans(cache, forms, device)
+            self._ragged = RaggedPlans(cache, forms, device, batch_invariant)
         else:
             self._paged = PagedPlans(
                 cache,
@@ -80,6 +82,7 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
                 device,
                 exact_bounds=vllm_config.num_speculative_tokens == 0,
                 own_workspace=getattr(vllm_config.parallel_config, "use_ubatching", False),
+                batch_invariant=batch_invariant,
             )
 
     @classmethod

@@ -48,6 +48,7 @@ class PagedPlans:
         page_size: tokens in a block of the block table.
         exact_bounds: the bounds in Step.kv_bounds_cpu are the numbers of keys.
         own_workspace: the group's launches may overlap with those of others.
+        batch_invariant: as plan()'s.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class PagedPlans:
         *,
         exact_bounds: bool,
         own_workspace: bool,
+        batch_invariant: bool,
     ) -> None:
+        self._batch_invariant = batch_invariant
         self._cache, self._forms = cache, tuple(forms)
         self._page_size, self._device = page_size, device
         self._exact_bounds, self._own_workspace = exact_bounds, own_workspace
@@ -113,6 +116,7 @@ class PagedPlans:
             "q_data_type": cache.kv_dtype if form.fp8_queries else cache.o_dtype,
             "kv_data_type": cache.kv_dtype,
             "o_data_type": cache.o_dtype,
+            "batch_invariant": self._batch_invariant,
         }
 
     def _device_lengths(self, form: LayerForm, step: Step) -> torch.Tensor | None:
@@ -156,8 +160,15 @@ class PagedPlans:
 class RaggedPlans:
     """Plans of encoders, whose keys are those of the step and are in no cache."""
 
-    def __init__(self, cache: CacheForm, forms: Iterable[LayerForm], device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: CacheForm,
+        forms: Iterable[LayerForm],
+        device: torch.device,
+        batch_invariant: bool,
+    ) -> None:
         self._cache, self._forms, self._device = cache, tuple(forms), device
+        self._batch_invariant = batch_invariant
 
     @functools.cached_property
     def _wrappers(self) -> Wrappers:
@@ -179,5 +190,6 @@ class RaggedPlans:
                 logits_soft_cap=form.logits_soft_cap,
                 pos_encoding_mode=form.pos_encoding_mode,
                 q_data_type=cache.o_dtype,
+                batch_invariant=self._batch_invariant,
             )
         return self._wrappers
