@@ -54,7 +54,7 @@ TORCH := $(if $(GPU_ARCHS),torch,torch==2.13.0)
 # pip would compile all Python files of torch, where an import compiles the third that it reads.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 
-.PHONY: demo test test-gpu fuzz build stage stubs sanitize kernels wheels release-check changelog lint format clean
+.PHONY: demo test test-gpu fuzz build stage stubs sanitize kernels install wheels release-check changelog lint format clean
 .DEFAULT_GOAL := build
 
 demo: build
@@ -105,7 +105,7 @@ stubs: build
 # python that loads it is not built with them, so their libraries come first (and libstdc++, whose
 # throw AddressSanitizer wraps as it starts); it never frees everything, so leaks are not looked for.
 SANITIZE := build/sanitize
-SANITIZE_TESTS := tests/api tests/cpu tests/host
+SANITIZE_TESTS := tests/api tests/cpu tests/host tests/c
 sanitize: $(VENV)/ready
 	@mkdir -p build
 	@cmake -G Ninja -S . -B $(SANITIZE) -DPython_EXECUTABLE=$(BIN)/python -DPREFLASH_CUDA=OFF \
@@ -116,6 +116,7 @@ sanitize: $(VENV)/ready
 	LD_PRELOAD=$$(for library in libasan.so libubsan.so libstdc++.so.6; do \
 		$$gcc -print-file-name=$$library; done | paste -sd:) \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	PREFLASH_CFLAGS=-fsanitize=address,undefined \
 	PYTHONPATH=$(abspath $(SANITIZE)/stage) \
 	$(BIN)/python -m pytest $(or $(PYTEST_ARGS),$(SANITIZE_TESTS))
 
@@ -132,6 +133,17 @@ kernels: $(VENV)/tools $(VENV)/cutlass
 		|| cp build/kernels-$(PRESET)/lib/libpreflash_kernels_*.so \
 			build/kernels-$(PRESET)/lib/variants.json "$(OUT)"
 	@ls -l "$(OUT)"
+
+# The C library, its header, pkg-config's and CMake's files, and the kernels of KERNELS, in PREFIX:
+# without Python at run time.
+install: PREFIX ?= /usr/local
+install: $(VENV)/tools
+	@mkdir -p build
+	@cmake -G Ninja -S . -B build/prefix -DPython_EXECUTABLE=$(BIN)/python -DPREFLASH_CUDA=OFF \
+		-DPREFLASH_BINDINGS=OFF -DPREFLASH_CORE=ON "-DPREFLASH_KERNELS=$(if $(KERNELS),$(abspath $(KERNELS)))" \
+		>build/prefix.log || { cat build/prefix.log; exit 1; }
+	cmake --build build/prefix --parallel $(JOBS)
+	cmake --install build/prefix --component prefix --prefix "$(PREFIX)"
 
 # All wheels that this machine can build (wheels/README.md). WHEEL_ARGS: --cuda 13.0 --python 3.12 ...
 wheels: $(VENV)/tools

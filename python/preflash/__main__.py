@@ -1,4 +1,4 @@
-"""`python -m preflash`: info, variants, check, bench, demo."""
+"""`python -m preflash`: info, variants, check, bench, demo, config."""
 
 import sys
 

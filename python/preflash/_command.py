@@ -128,6 +128,16 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--find", metavar="WORDS", help="what to search for; the first line")
 
 
+def _config(parser: argparse.ArgumentParser) -> None:
+    for option, what in {
+        "cflags": "where preflash/preflash.h is",
+        "libs": "how to link with libpreflash.so",
+        "libdir": "the directory of libpreflash.so",
+        "includedir": "the directory of preflash/preflash.h",
+    }.items():
+        parser.add_argument(f"--{option}", action="store_true", help=what)
+
+
 _COMMANDS = {
     "info": ("version, libraries, GPUs, CPU, and what backend='auto' picks here and why", _info),
     "variants": ("the compiled kernel matrix", _variants),
@@ -137,4 +147,5 @@ _COMMANDS = {
         "the main job: paged batch prefill, planned once and run for many layers, verified",
         _demo,
     ),
+    "config": ("options for a C compiler; by default --cflags --libs", _config),
 }

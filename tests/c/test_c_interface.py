@@ -1,0 +1,255 @@
+"""libpreflash.so: programs in C and Rust compute the cases of attention_cases.py and are refused
+what is wrong, and its symbols are those of preflash.h."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import attention_cases
+import pytest
+import torch
+from preflash.testing import build, runner
+from preflash.testing.case import Case, KvForm, MaskKind, Position
+from preflash.testing.inputs import Inputs, as_nhd, pages_of
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+EXAMPLES = ROOT / "docs" / "examples"
+HEADER = ROOT / "include" / "preflash" / "preflash.h"
+MAP = ROOT / "cpp" / "c" / "preflash.map"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+POSITIONS = [Position.NONE, Position.ROPE, Position.ALIBI]
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+def config(*options: str) -> list[str]:
+    """Words that `python -m preflash config` prints."""
+    command = [sys.executable, "-m", "preflash", "config", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """compiled(source) is the program of a C file."""
+    made: dict[Path, Path] = {}
+    folder = tmp_path_factory.mktemp("c")
+    flags = config("--cflags", "--libs")
+
+    def program(source: Path) -> Path:
+        if source not in made:
+            made[source] = folder / source.stem
+            command = ["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror"]
+            command += os.environ.get("PREFLASH_CFLAGS", "").split()  # make sanitize
+            command += [source, *flags, "-lm", "-o", made[source]]
+            subprocess.run(command, check=True)
+        return made[source]
+
+    return program
+
+
+def output_of(*command) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# The cases.
+
+
+def strided(rows: torch.Tensor, view: torch.Tensor) -> tuple[bytes, list[int]]:
+    """The bytes of contiguous rows, and the header of a view of them: [token, head, dim], or [page,
+    token, head, dim]."""
+    data = rows.view(torch.uint8).numpy().tobytes()
+    if view.dim() == 3:
+        view = view[None]
+    return data, [len(data), *view.stride()[:3], *view.shape[:2]]
+
+
+def encoded(inputs: Inputs, *, bounds: bool = False, table: bool = False) -> bytes:
+    """The file of run_case.c. bounds: lengths are upper bounds, and the device has the numbers of
+    keys. table: pages are a block table."""
+    case = inputs.case
+    out = torch.empty(*inputs.q.shape[:2], case.dim_vo, dtype=case.dtype_o)
+    q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))
+    tokens = pages_of if case.paged else lambda rows, case: as_nhd(rows, case.layout)
+    tensors = [
+        strided(q, q), strided(k, tokens(k, case)), strided(v, tokens(v, case)), strided(out, out)
+    ]  # fmt: skip
+    counts = inputs.kv_indptr.diff()
+    indices, stride, last = inputs.indices, 0, inputs.last_page_len
+    if table:
+        stride = int(counts.max()) + 1
+        rows = torch.full((case.batch_size, stride), -5, dtype=torch.int32)
+        for row, begin, count in zip(rows, inputs.kv_indptr, counts, strict=False):
+            row[:count] = inputs.indices[begin : begin + count]
+        indices = rows.flatten()
+    if bounds:
+        last = torch.full_like(last, case.page_size)
+    mask = b"" if inputs.masks is None else packed(inputs.masks)
+    numbers = [
+        case.num_qo_heads, case.num_kv_heads, case.head_dim, case.dim_vo, DTYPES.index(case.dtype),
+        DTYPES.index(case.dtype_kv), DTYPES.index(case.dtype_o), case.mask is MaskKind.CAUSAL,
+        inputs.masks is not None, case.window_left, POSITIONS.index(case.position), False,
+        case.batch_size, case.page_size, 0 if indices is None else len(indices), stride,
+        inputs.sinks is not None, len(mask), True, bounds,
+        *(number for _, header in tensors for number in header),
+    ]  # fmt: skip
+    reals = [case.soft_cap or 0.0, case.scale, 1.0, case.rope_scale or 1.0, case.rope_theta or 1e4]
+    parts = [struct.pack(f"={len(numbers)}q{len(reals)}d", *numbers, *reals)]
+    arrays = [inputs.qo_indptr, inputs.kv_indptr]
+    if case.paged:
+        arrays += [last, indices]
+    if bounds:
+        arrays.append(torch.tensor(case.kv_lens, dtype=torch.int32))
+    parts += [array.to(torch.int32).numpy().tobytes() for array in arrays]
+    parts += [data for data, _ in tensors[:3]]
+    if inputs.sinks is not None:
+        parts.append(inputs.sinks.float().numpy().tobytes())
+    return b"".join([*parts, mask])
+
+
+def packed(masks: list[torch.Tensor]) -> bytes:
+    """Bits of each request from a byte on, and 8 bytes behind them."""
+    made = b""
+    for mask in masks:
+        bits = mask.flatten().to(torch.int64)
+        bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+        made += (bits << torch.arange(8)).sum(1).to(torch.uint8).numpy().tobytes()
+    return made + bytes(8 + -len(made) % 4)
+
+
+def computed(program: Path, folder: Path, inputs: Inputs, **form: bool):
+    """out and lse of run_case.c."""
+    case = inputs.case
+    given, result = folder / "case", folder / "result"
+    given.write_bytes(encoded(inputs, **form))
+    inputs.variant = output_of(program, given, result).strip()
+    data = bytearray(result.read_bytes() or bytes(4))  # frombuffer() takes no empty one
+    rows = inputs.q.shape[0]
+    count = rows * case.num_qo_heads * case.dim_vo
+    out = torch.frombuffer(data, dtype=case.dtype_o)[:count]
+    lse = torch.frombuffer(data, dtype=torch.float32)[count * case.dtype_o.itemsize // 4 :]
+    lse = lse[: rows * case.num_qo_heads]
+    return out.view(rows, case.num_qo_heads, case.dim_vo), lse.view(rows, case.num_qo_heads)
+
+
+SEPARATE = [
+    case
+    for case in attention_cases.core()
+    if case.form is KvForm.SEPARATE and case.fixed_split_size is None and not case.head_scales
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("case", SEPARATE, ids=lambda case: case.name)
+def test_cases(compiled, tmp_path, case, dtype):
+    inputs = build(case.with_dtype(dtype))
+    out, lse = computed(compiled(HERE / "run_case.c"), tmp_path, inputs)
+    rows = slice(int(inputs.qo_indptr[0]), int(inputs.qo_indptr[-1]))
+    runner.compare(inputs, out[rows], lse[rows]).check()
+
+
+PAGED = Case("paged", (33, 1, 0, 70), (90, 40, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+
+
+@pytest.mark.parametrize("form", [{"bounds": True}, {"table": True}], ids=["bounds", "table"])
+def test_lengths_and_pages_of_an_engine(compiled, tmp_path, form):
+    inputs = build(PAGED)
+    runner.compare(
+        inputs, *computed(compiled(HERE / "run_case.c"), tmp_path, inputs, **form)
+    ).check()
+
+
+# What is wrong.
+
+
+def test_refusals(compiled):
+    rows = len(re.findall(r"^  X\(", (HERE / "refusals.c").read_text(), re.M))
+    said = output_of(compiled(HERE / "refusals.c"))
+    assert said.splitlines()[-1] == f"{rows} refusals, 0 failures"
+
+
+# Two segments, structs of other releases, other strides.
+
+
+def test_uses(compiled):
+    assert output_of(compiled(HERE / "uses.c")).strip() == "0 failures"
+
+
+# The interface.
+
+
+def functions() -> list[str]:
+    return re.findall(r"^PREFLASH_API [^;]*?(preflash_\w+)\(", HEADER.read_text(), re.M)
+
+
+def test_every_function_is_a_symbol_with_a_version_and_nothing_else_is():
+    (library,) = Path(config("--libdir")[0]).glob("libpreflash.so")
+    listed = output_of("nm", "-D", "--defined-only", library)
+    found = {line.split()[-1] for line in listed.splitlines() if " A " not in line}
+    assert found == {f"{name}@@PREFLASH_1" for name in functions()}
+    assert sorted(re.findall(r"^    (preflash_\w+);", MAP.read_text(), re.M)) == sorted(functions())
+
+
+LAYOUT = """
+#include <preflash/preflash.h>
+#include <stdio.h>
+#define AT(type, member) printf("%s.%s %zu\\n", #type, #member, offsetof(type, member))
+int main(void) {
+  AT(preflash_segment, q_dtype); AT(preflash_segment, rope_scale); AT(preflash_segment, qo_indptr);
+  AT(preflash_segment, block_table_stride); AT(preflash_segment, reserved);
+  AT(preflash_tensors, out); AT(preflash_tensors, sm_scale); AT(preflash_tensors, mask_bits);
+  printf("%zu %zu %zu %zu\\n", sizeof(preflash_segment), sizeof(preflash_tensor),
+         sizeof(preflash_tensors), sizeof(preflash_memory));
+}
+"""
+
+
+def test_structs_of_abi_1_keep_their_layout(compiled, tmp_path):
+    """Members may be appended, and grow the sizes in the last line; nothing else may change."""
+    source = tmp_path / "layout.c"
+    source.write_text(LAYOUT)
+    assert output_of(compiled(source)).splitlines() == [
+        "preflash_segment.q_dtype 24",
+        "preflash_segment.rope_scale 56",
+        "preflash_segment.qo_indptr 80",
+        "preflash_segment.block_table_stride 120",
+        "preflash_segment.reserved 140",
+        "preflash_tensors.out 152",
+        "preflash_tensors.sm_scale 224",
+        "preflash_tensors.mask_bits 240",
+        "144 48 248 24",
+    ]
+
+
+def test_the_header_is_cpp_too(tmp_path):
+    source = tmp_path / "includes.cpp"
+    source.write_text(
+        "#include <preflash/preflash.h>\npreflash_segment s = PREFLASH_SEGMENT_INIT;\n"
+    )
+    subprocess.run(["c++", "-Wall", "-Werror", "-c", source, *config("--cflags"), "-o",
+                    tmp_path / "includes.o"], check=True)  # fmt: skip
+
+
+# The examples.
+
+
+def test_the_example_in_c(compiled):
+    assert "largest error 0.00" in output_of(compiled(EXAMPLES / "c" / "prefill.c"))
+
+
+@pytest.mark.skipif(shutil.which("rustc") is None, reason="there is no rustc")
+def test_the_example_in_rust(tmp_path):
+    (directory,) = config("--libdir")
+    program = tmp_path / "serve"
+    command = ["rustc", "--edition", "2021", "-O", "-D", "warnings", "-L", directory]
+    command += ["-C", f"link-arg=-Wl,-rpath,{directory}", "-o", program]
+    subprocess.run([*command, EXAMPLES / "rust" / "src" / "main.rs"], check=True)
+    assert "each has the same tokens alone" in output_of(program)
