@@ -9,7 +9,7 @@ SIZES = "sizes"  # the type of an axis of integers: "128", or "192x128" for two 
 MATCHES = ("equal", "covers", "preferred", "library")
 OPERANDS = {"stored": "kStored", "computed": "kComputed"}
 OPTION_CHOICES = {"compiled": "kCompiled", "run_time": "kRunTime"}
-WIDENING = {"to_queries": "kToQueries", "to_float16": "kToFloat16"}
+DEQUANTIZATION = {"to_queries": "kToQueries", "to_float16": "kToFloat16"}
 SHORT_TILES = {"same_bits": "kSameBits", "own": "kOwn"}
 TILE_ROWS = {"full": "kFull", "token_aligned": "kTokenAligned"}
 SCHEDULES = {"one_per_item": "kOnePerItem", "persistent": "kPersistent"}
@@ -34,7 +34,7 @@ class Family:
     highest_capability: int | None = None  # None: all later ones
     options: str = "compiled"
     segments: str = "compiled"
-    widening: str = "to_queries"
+    dequantization: str = "to_queries"
     short_tiles: str = "same_bits"
     short_rows: int = 64
     item_keys: int = 0
@@ -177,7 +177,7 @@ def _checked_family(family: Family) -> Family:
     _one_of(f"{where} operands", family.operands, list(OPERANDS))
     _one_of(f"{where} options", family.options, list(OPTION_CHOICES))
     _one_of(f"{where} segments", family.segments, list(OPTION_CHOICES))
-    _one_of(f"{where} widening", family.widening, list(WIDENING))
+    _one_of(f"{where} dequantization", family.dequantization, list(DEQUANTIZATION))
     _one_of(f"{where} short_tiles", family.short_tiles, list(SHORT_TILES))
     _one_of(f"{where} tile_rows", family.tile_rows, list(TILE_ROWS))
     _one_of(f"{where} schedule", family.schedule, list(SCHEDULES))

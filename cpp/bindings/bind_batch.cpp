@@ -41,19 +41,19 @@ void bind_batch(py::module_& m) {
            py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("last_page_len"),
            py::arg("num_requests"));
   py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
-      .def(py::init([](BatchArrays arrays, int page_size, bool are_bounds) {
+      .def(py::init([](BatchArrays arrays, int page_size, bool lengths_are_upper_bounds) {
              arrays.page_size = page_size;
-             arrays.are_bounds = are_bounds;
+             arrays.lengths_are_upper_bounds = lengths_are_upper_bounds;
              return std::make_shared<Batch>(arrays);
            }),
-           py::arg("arrays"), py::arg("page_size"), py::arg("are_bounds") = false)
+           py::arg("arrays"), py::arg("page_size"), py::arg("lengths_are_upper_bounds") = false)
       .def_property_readonly("num_requests", &Batch::num_requests)
       .def_property_readonly("page_size", &Batch::page_size)
-      .def_property_readonly("are_bounds", &Batch::are_bounds)
+      .def_property_readonly("lengths_are_upper_bounds", &Batch::lengths_are_upper_bounds)
       .def("use_block_table", &Batch::use_block_table, py::arg("row_stride"))
       .def_property_readonly("page_entries", &Batch::page_entries)
       .def("use_kv_upper_bounds", &Batch::use_kv_upper_bounds)
-      .def_property_readonly("kv_are_bounds", &Batch::kv_are_bounds)
+      .def_property_readonly("kv_lengths_are_upper_bounds", &Batch::kv_lengths_are_upper_bounds)
       .def("may_leave_rows", &Batch::may_leave_rows, py::arg("q_rows"))
       .def("require_exact_rows", &Batch::require_exact_rows)
       .def_property_readonly("exact_rows", &Batch::exact_rows)

@@ -14,7 +14,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/fast_call.h"
-#include "bindings/place.h"
+#include "bindings/plan_buffer.h"
 
 namespace preflash {
 namespace {
@@ -135,18 +135,18 @@ void bind_places(py::module_& m) {
                                    .table_stride = table_stride};
            }),
            py::arg("qo_indptr"), py::arg("kv_indptr"), py::arg("kv_lens"), py::arg("table_stride"));
-  py::class_<Place, std::shared_ptr<Place>>(m, "Place")
-      .def_readonly("buffer", &Place::buffer)
+  py::class_<PlanBuffer, std::shared_ptr<PlanBuffer>>(m, "PlanBuffer")
+      .def_readonly("buffer", &PlanBuffer::buffer)
       .def_property(
-          "shared", [](const Place& place) { return place.shared.load(); },
-          [](Place& place, bool shared) { place.shared = shared; })
+          "shared", [](const PlanBuffer& place) { return place.shared.load(); },
+          [](PlanBuffer& place, bool shared) { place.shared = shared; })
       .def_property_readonly("is_captured",
-                             [](const Place& place) { return place.held() != nullptr; })
-      .def("check_captured", &Place::check_captured, py::arg("segment"), py::arg("batch"),
+                             [](const PlanBuffer& place) { return place.held() != nullptr; })
+      .def("check_captured", &PlanBuffer::check_captured, py::arg("segment"), py::arg("batch"),
            py::arg("largest_page"))
       .def(
           "set_lengths",
-          [](const Place& place, RequestLengths lengths, std::int64_t qo_tokens,
+          [](const PlanBuffer& place, RequestLengths lengths, std::int64_t qo_tokens,
              std::int64_t kv_tokens, Address stream) {
             lengths.qo_tokens = qo_tokens;
             lengths.kv_tokens = kv_tokens;
@@ -156,7 +156,9 @@ void bind_places(py::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "arrive_before",
-          [](const Place& place, Address stream) { place.arrive_before(pointer<void>(stream)); },
+          [](const PlanBuffer& place, Address stream) {
+            place.arrive_before(pointer<void>(stream));
+          },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 }
 

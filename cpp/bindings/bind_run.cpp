@@ -100,7 +100,8 @@ void bind_run(py::module_& m) {
   py::class_<PlannedVariant, Shared>(m, "PlannedVariant", py::custom_type_setup(&make_callable))
       .def(py::init<py::object, std::shared_ptr<const Plan>, py::tuple>(), py::arg("backend"),
            py::arg("plan"), py::arg("requests"))
-      .def("place_in", &PlannedVariant::place_in, py::arg("workspace"), py::arg("where") = nullptr)
+      .def("allocate_in", &PlannedVariant::allocate_in, py::arg("workspace"),
+           py::arg("where") = nullptr)
       .def("check_run",
            [](PlannedVariant& variant, const py::args& run) {
              variant.check(&PyTuple_GET_ITEM(run.ptr(), 0), PyTuple_GET_SIZE(run.ptr()));
@@ -108,7 +109,7 @@ void bind_run(py::module_& m) {
       .def_readwrite("before_run", &PlannedVariant::before_run)
       .def_property_readonly("backend", &PlannedVariant::backend)
       .def_property_readonly("plan", [](const PlannedVariant& variant) { return variant.plan(); })
-      .def_property_readonly("place", &PlannedVariant::place)
+      .def_property_readonly("plan_buffer", &PlannedVariant::plan_buffer)
       .def_property_readonly("workspace", &PlannedVariant::workspace)
       .def_property_readonly("device_stream",
                              [](const PlannedVariant& variant) {
@@ -120,14 +121,15 @@ void bind_run(py::module_& m) {
       .def_property_readonly("request",
                              [](const PlannedVariant& variant) { return variant.requests()[0]; })
       .def_property(
-          "shared", [](const PlannedVariant& variant) { return variant.place()->shared.load(); },
-          [](PlannedVariant& variant, bool shared) { variant.place()->shared = shared; });
+          "shared",
+          [](const PlannedVariant& variant) { return variant.plan_buffer()->shared.load(); },
+          [](PlannedVariant& variant, bool shared) { variant.plan_buffer()->shared = shared; });
   m.def(
       "order_behind_users",
-      [](const std::vector<Shared>& ran, const std::vector<std::shared_ptr<Place>>& captured,
+      [](const std::vector<Shared>& ran, const std::vector<std::shared_ptr<PlanBuffer>>& captured,
          const Workspace& workspace) {
         std::vector<std::shared_ptr<Buffer>> buffers;
-        for (const auto& place : captured) buffers.push_back(place->buffer);
+        for (const auto& one : captured) buffers.push_back(one->buffer);
         for (const auto& variant : ran) {
           buffers.insert(buffers.end(), variant->buffers().begin(), variant->buffers().end());
         }

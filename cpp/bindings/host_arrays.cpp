@@ -113,7 +113,7 @@ bool attach_table(const HostArrays& torch, const GivenArrays& given, const dlpac
   }
   const std::int64_t stride = read.shape[0] > 1 ? read.strides[0] : read.shape[1];
   if (stride > std::numeric_limits<std::int32_t>::max()) return false;
-  if (on_host && !given.kv_are_bounds) {
+  if (on_host && !given.kv_lengths_are_upper_bounds) {
     const auto* entries = pointer<const std::int32_t>(table.address());
     for (int i = 0; i < batch.num_requests(); ++i) {
       const std::int64_t pages = (batch.kv_len(i) + given.page_size - 1) / given.page_size;

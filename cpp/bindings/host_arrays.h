@@ -33,9 +33,9 @@ struct GivenArrays {
   PyObject* indices = nullptr;
   PyObject* last_page_len = nullptr;
   int page_size = 0;
-  const Uploader* uploader = nullptr;  // null: not known yet
-  PyObject* indices_buffer = nullptr;  // of CUDA graphs, for the page indices
-  bool kv_are_bounds = false;          // so that entries of a block table may be anything
+  const Uploader* uploader = nullptr;        // null: not known yet
+  PyObject* indices_buffer = nullptr;        // of CUDA graphs, for the page indices
+  bool kv_lengths_are_upper_bounds = false;  // so that entries of a block table may be anything
 };
 
 struct BatchOfArrays {

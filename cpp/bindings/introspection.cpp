@@ -11,7 +11,7 @@
 #include "bindings/bindings.h"
 #include "core/device.h"
 #include "core/plan.h"
-#include "core/side_by_side.h"
+#include "core/pod_cost.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
 #include "registry/miss.h"
@@ -148,10 +148,11 @@ void bind_introspection(py::module_& m) {
   m.def("find_joint_error", &joint_error_of, py::arg("family"), py::arg("first"), py::arg("second"),
         "The same of one launch that runs two segments side by side.");
   m.def(
-      "faster_apart",
+      "prefer_two_launches",
       [](Family family, const Side& prefill, const Side& decode) {
-        return faster_apart(traits_of(family), {.options = prefill.first, .batch = prefill.second},
-                            {.options = decode.first, .batch = decode.second});
+        return prefer_two_launches(traits_of(family),
+                                   {.options = prefill.first, .batch = prefill.second},
+                                   {.options = decode.first, .batch = decode.second});
       },
       py::arg("family"), py::arg("prefill"), py::arg("decode"),
       "Whether a launch for each is expected to take less time than one for both.");

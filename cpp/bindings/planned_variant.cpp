@@ -116,20 +116,22 @@ PlannedVariant::PlannedVariant(py::object backend, std::shared_ptr<const Plan> p
         return !request.attr(request_names().q_given).is_none();
       })) {}
 
-void PlannedVariant::place_in(std::shared_ptr<Workspace> workspace, std::shared_ptr<Place> where) {
+void PlannedVariant::allocate_in(std::shared_ptr<Workspace> workspace,
+                                 std::shared_ptr<PlanBuffer> where) {
   workspace_ = std::move(workspace);
-  place_ = std::move(where);
-  if (place_ == nullptr) {
-    place_ = std::make_shared<Place>(workspace_->uploader(), workspace_->functions()->torch,
+  plan_buffer_ = std::move(where);
+  if (plan_buffer_ == nullptr) {
+    plan_buffer_ =
+        std::make_shared<PlanBuffer>(workspace_->uploader(), workspace_->functions()->torch,
                                      workspace_->int_buffer(plan_->int_bytes()));
   }
-  buffers_ = {place_->buffer};
+  buffers_ = {plan_buffer_->buffer};
   if (workspace_->float_buffer() != nullptr) buffers_.push_back(workspace_->float_buffer());
   settings_ = workspace_->settings_for(*this);
   held_.emplace(workspace_->functions()->torch, "plan()", "call plan() again");
   held_->hold(
-      "int_workspace_buffer", place_->buffer->tensor(),
-      {.address = reinterpret_cast<Address>(place_->memory()), .bytes = plan_->int_bytes()});
+      "int_workspace_buffer", plan_buffer_->buffer->tensor(),
+      {.address = reinterpret_cast<Address>(plan_buffer_->memory()), .bytes = plan_->int_bytes()});
   memory_.clear();
   for (int s = 0; s < num_segments_; ++s) memory_.push_back(segment_memory(s));
   stream_ = workspace_->device_stream().current();
@@ -205,13 +207,13 @@ void PlannedVariant::upload(const std::vector<std::shared_ptr<PlannedVariant>>& 
   }
   py::gil_scoped_release release;  // staging may be busy with an earlier copy
   for (const auto& variant : variants) {
-    variant->place_->write(variant->plan_, upload);
+    variant->plan_buffer_->write(variant->plan_, upload);
     upload.copies.clear();  // they went with the first plan
   }
 }
 
 PlannedVariant::Call PlannedVariant::checked(PyObject* const* arguments, Py_ssize_t count) {
-  constexpr int kArguments = GivenSegment::kArguments;
+  constexpr int kArguments = SegmentInputs::kArguments;
   if (count % kArguments != 0) refuse_arguments();
   if (count != num_segments_ * kArguments) {
     throw std::invalid_argument("the plan has " + std::to_string(num_segments_) +
@@ -219,9 +221,9 @@ PlannedVariant::Call PlannedVariant::checked(PyObject* const* arguments, Py_ssiz
   }
   Call call;
   for (int s = 0; s < num_segments_; ++s) {
-    const GivenSegment given(arguments + s * kArguments);
+    const SegmentInputs given(arguments + s * kArguments);
     try {
-      call.in_place[s].emplace(given, SeenSegment(torch(), given));
+      call.in_place[s].emplace(given, TensorDescs(torch(), given));
     } catch (const std::exception&) {
       ask(functions().check, arguments);  // says which argument is no ordinary tensor
       throw;
@@ -254,7 +256,8 @@ std::shared_ptr<PlannedVariant::Bound> PlannedVariant::bound_to(const Call& call
                                                                 PyObject* const* arguments) {
   if (auto found = find_bound(call)) return found;
   const auto checked = tensors_of(call, arguments);
-  const auto bound = std::make_shared<Bound>(Bound{checked, Launch(place_, checked->tensors)});
+  const auto bound =
+      std::make_shared<Bound>(Bound{checked, Launch(plan_buffer_, checked->tensors)});
   held_->check_storage();
   std::vector<std::shared_ptr<Bound>> dropped;  // once others may go on
   const std::lock_guard lock(guard_);
@@ -276,7 +279,7 @@ bool PlannedVariant::holds_plan(const CheckedTensors& checked) const {
     const RunTensors& tensors = checked.tensors[s];
     const bool paged = batch.page_size() > 0;
     if (paged && tensors.k.num_pages <= memory_[s].largest_page) return false;
-    if (batch.are_bounds()) continue;
+    if (batch.lengths_are_upper_bounds()) continue;
     if (tensors.q.num_tokens < batch.qo_end()) return false;
     if (batch.exact_rows() && tensors.q.num_tokens > batch.qo_end()) return false;
     if (!paged && std::min(tensors.k.num_tokens, tensors.v.num_tokens) < batch.kv_end())
@@ -323,7 +326,7 @@ bool PlannedVariant::records(const Call& call) const {
   std::array<PyObject*, kTensors * kMaxSegments> tensors;
   std::size_t count = 0;
   for (int s = 0; s < num_segments_; ++s) {
-    const GivenSegment& given = call.segment(s).given;
+    const SegmentInputs& given = call.segment(s).given;
     PyObject* const v = given.one_cache ? nullptr : given.v;
     for (PyObject* tensor : {given.q, given.k, v, given.out, given.lse}) {
       if (tensor != nullptr) tensors[count++] = tensor;
@@ -337,7 +340,7 @@ bool PlannedVariant::records(const Call& call) const {
 
 py::object PlannedVariant::ask(const py::object& function, PyObject* const* arguments) const {
   std::vector<PyObject*> given{requests_.ptr()};
-  given.insert(given.end(), arguments, arguments + num_segments_ * GivenSegment::kArguments);
+  given.insert(given.end(), arguments, arguments + num_segments_ * SegmentInputs::kArguments);
   PyObject* const result = PyObject_Vectorcall(function.ptr(), given.data(), given.size(), nullptr);
   if (result == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
@@ -364,7 +367,7 @@ PlannedVariant::Converted::Converted(const PlannedVariant& variant, PyObject* co
     : arguments(given, given + count) {
   for (int s = 0; s < variant.num_segments_; ++s) {
     const py::handle request = variant.requests_[s];
-    const auto at = static_cast<std::size_t>(s * GivenSegment::kArguments);
+    const auto at = static_cast<std::size_t>(s * SegmentInputs::kArguments);
     if (at >= arguments.size() || request.attr(request_names().q_given).is_none()) continue;
     queries.push_back(variant.functions().convert(py::handle(arguments[at]), request));
     arguments[at] = queries.back().ptr();
@@ -407,9 +410,9 @@ py::object PlannedVariant::run_converted(PyObject* const* arguments, Py_ssize_t 
   const py::object& partials = (memory == nullptr ? memory_[0].memory : *memory).partials;
   last_id = plan_->id();
   if (launch(call.bound, launched, partials))
-    place_->note_capture(call.bound->checked->tensors, partials);
+    plan_buffer_->note_capture(call.bound->checked->tensors, partials);
   for (int s = 0; s < num_segments_; ++s) {
-    const GivenSegment& given = call.segment(s).given;
+    const SegmentInputs& given = call.segment(s).given;
     if (given.out != nullptr) torch().tell_written(given.out);
     if (given.lse != nullptr) torch().tell_written(given.lse);
   }
@@ -420,8 +423,8 @@ const std::string& PlannedVariant::last_variant() { return last_id; }
 
 py::object PlannedVariant::make_outputs(const BoundSegment& bound, bool blank,
                                         CalledSegment* segment) const {
-  const GivenSegment& given = segment->given;
-  SeenSegment& seen = segment->seen;
+  const SegmentInputs& given = segment->given;
+  TensorDescs& seen = segment->seen;
   py::object out = py::reinterpret_borrow<py::object>(given.out);
   if (!out) {
     out = made(bound.make_out, given.q);
@@ -446,7 +449,7 @@ void* PlannedVariant::follow_stream() {
     {
       // When the plan's upload is complete, everything that plan() put on the device is.
       py::gil_scoped_release release;
-      place_->arrive_before(stream);
+      plan_buffer_->arrive_before(stream);
     }
     for (const auto& buffer : buffers_) buffer->used_on(device_stream, stream);
     stream_ = stream;
@@ -470,7 +473,7 @@ bool PlannedVariant::start(Bound& bound, RunArguments arguments, const py::objec
     arguments.float_workspace = pointer<void>(memory.address);
     arguments.float_workspace_bytes = memory.bytes;
   };
-  if (place_->plan()->float_bytes() == 0) {
+  if (plan_buffer_->plan()->float_bytes() == 0) {
     // The plan does not use the workspace, which outputs must still not overlap. Its shape decides
     // without a look at its storage, which may be smaller; the storage is read only before the
     // launch is refused.

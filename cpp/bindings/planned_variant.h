@@ -1,6 +1,6 @@
-// A planned batch, or two in one launch: the kernel, the work list and, once placed and uploaded,
-// the launches. run() is one call for every layer; each combination of shapes, strides, dtypes and
-// devices is checked once.
+// A planned batch, or two in one launch: the kernel, the work list and, once allocated and
+// uploaded, the launches. run() is one call for every layer; each combination of shapes, strides,
+// dtypes and devices is checked once.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "bindings/given_segment.h"
 #include "bindings/guard.h"
-#include "bindings/place.h"
+#include "bindings/plan_buffer.h"
+#include "bindings/segment_inputs.h"
 #include "bindings/workspace.h"
 
 namespace preflash {
@@ -82,26 +82,27 @@ struct PlannedSegmentMemory {
 // Thread-safe: any number of threads may call run() at once.
 class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
  public:
-  // Has no place yet. backend: _device.backends.Backend. requests: a Request for each segment.
+  // plan_buffer() is null. backend: _device.backends.Backend. requests: a Request for each segment.
   PlannedVariant(pybind11::object backend, std::shared_ptr<const Plan> plan,
                  pybind11::tuple requests);
 
-  // Binds the plan to memory for its work list: to `where`, the place that a CUDA graph captured,
+  // Binds the plan to memory for its work list: to `where`, which a CUDA graph captured,
   // or where that is null to new memory of the workspace.
-  void place_in(std::shared_ptr<Workspace> workspace, std::shared_ptr<Place> where = nullptr);
+  void allocate_in(std::shared_ptr<Workspace> workspace,
+                   std::shared_ptr<PlanBuffer> where = nullptr);
   // Starts the copies of the variants' work lists to the device, and of `copies` with the first.
-  // variants: at least one, placed, of one batch. Releases the GIL meanwhile.
+  // variants: at least one, allocated, of one batch. Releases the GIL meanwhile.
   static void upload(const std::vector<std::shared_ptr<PlannedVariant>>& variants, void* stream,
                      std::vector<HostCopy> copies);
 
   const pybind11::object& backend() const { return backend_; }
   const std::shared_ptr<const Plan>& plan() const { return plan_; }
   const pybind11::tuple& requests() const { return requests_; }
-  // Before place_in(): the same request with its mask, which was planned without.
+  // Before allocate_in(): the same request with its mask, which was planned without.
   void set_requests(pybind11::tuple requests) { requests_ = std::move(requests); }
   PlansAlike alike() const;
-  // Null before place_in().
-  const std::shared_ptr<Place>& place() const { return place_; }
+  // Null before allocate_in().
+  const std::shared_ptr<PlanBuffer>& plan_buffer() const { return plan_buffer_; }
   const std::shared_ptr<Workspace>& workspace() const { return workspace_; }
   // The work list, and all else that launches use.
   const std::vector<std::shared_ptr<Buffer>>& buffers() const { return buffers_; }
@@ -111,7 +112,7 @@ class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
   // Called before every run; None: nothing. For PREFLASH_DEBUG=1.
   pybind11::object before_run = pybind11::none();
 
-  // arguments: GivenSegment's, for each segment. Raises every error of the wrapper's run() about
+  // arguments: SegmentInputs's, for each segment. Raises every error of the wrapper's run() about
   // its tensors, and returns its results.
   pybind11::object run(PyObject* const* arguments, Py_ssize_t count);
   // Makes the checks of run() alone.
@@ -127,10 +128,10 @@ class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
     Launch launch;
   };
   struct CalledSegment {
-    CalledSegment(const GivenSegment& given, const SeenSegment& seen) : given(given), seen(seen) {}
+    CalledSegment(const SegmentInputs& given, const TensorDescs& seen) : given(given), seen(seen) {}
 
-    GivenSegment given;
-    SeenSegment seen;
+    SegmentInputs given;
+    TensorDescs seen;
   };
   struct Call {
     std::optional<CalledSegment> in_place[kMaxSegments];
@@ -182,11 +183,11 @@ class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
   pybind11::tuple requests_;
   bool converts_;  // the queries of every run, from Request.q_given
   std::shared_ptr<Workspace> workspace_;
-  std::shared_ptr<Place> place_;
+  std::shared_ptr<PlanBuffer> plan_buffer_;
   std::vector<std::shared_ptr<Buffer>> buffers_;
   std::vector<PlannedSegmentMemory> memory_;  // of each segment
   std::shared_ptr<RunSettings> settings_;
-  std::optional<HeldMemory> held_;
+  std::optional<PinnedAddresses> held_;
   std::atomic<void*> stream_;  // stream of the last run
   Guard guard_;                // guards bound_
   std::vector<std::shared_ptr<Bound>> bound_;

@@ -104,7 +104,7 @@ struct RepeatedPlan::Drafted {
   py::object request;
   std::shared_ptr<Batch> batch;
   std::int64_t largest_page;  // -1: not known, or ragged
-  std::shared_ptr<Place> where = nullptr;
+  std::shared_ptr<PlanBuffer> where = nullptr;
 };
 
 RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::object plan,
@@ -120,7 +120,7 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
       float_bytes_(workspace_->float_bytes()),
       graph_rows_(request_.attr("graph_rows").cast<std::int32_t>()),
       graph_mask_bytes_(request_.attr("graph_mask_bytes").cast<std::int64_t>()),
-      kv_are_bounds_(!request_.attr("kv_lens").is_none()),
+      kv_lengths_are_upper_bounds_(!request_.attr("kv_lens").is_none()),
       fields_{.request = field_of(plan_, "request"),
               .default_variant = field_of(plan_, "default_variant"),
               .primary = field_of(plan_, "primary"),
@@ -138,7 +138,7 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
     fields_.largest = field_of(pages, "largest");
   }
   if (!graph_.is_none()) {
-    held_ = graph_.attr("held").cast<std::shared_ptr<HeldMemory>>();
+    held_ = graph_.attr("held").cast<std::shared_ptr<PinnedAddresses>>();
     graph_buffers_ = graph_.attr("buffers");
     indices_buffer_ = graph_buffers_.attr("indices");
   }
@@ -264,7 +264,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   GivenArrays given = arrays.given;
   given.page_size = before.batch->page_size();
   given.uploader = workspace_->uploader().get();
-  given.kv_are_bounds = kv_are_bounds_;
+  given.kv_lengths_are_upper_bounds = kv_lengths_are_upper_bounds_;
   const bool paged = given.page_size > 0;
   const bool of_graphs = !graph_.is_none();
   if (!indices_buffer_.is_none()) given.indices_buffer = indices_buffer_.ptr();
@@ -274,7 +274,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
   if (!found || found->has_pages != paged) return {};
   if (of_graphs && found->batch->num_requests() != before.batch->num_requests()) return {};
   py::object kv_lens = py::none();
-  if (kv_are_bounds_) {
+  if (kv_lengths_are_upper_bounds_) {
     if (arrays.kv_lens == nullptr || !may_read(arrays.kv_lens) ||
         !is_kv_lens(host_arrays, arrays.kv_lens, *found->batch,
                     workspace_->device_stream().ordinal())) {
@@ -328,27 +328,27 @@ bool RepeatedPlan::may_read(PyObject* kv_lens) const {
   return captured.empty() || torch.address_of(before.ptr()) == torch.address_of(kv_lens);
 }
 
-bool RepeatedPlan::find_place(const Drafted& drafted, std::shared_ptr<Place>* where) const {
-  const auto& place = primary_->place();
+bool RepeatedPlan::find_buffer(const Drafted& drafted, std::shared_ptr<PlanBuffer>* where) const {
+  const auto& buffer = primary_->plan_buffer();
   const py::tuple captured = plan_.attr(names().captured);
   const auto others =
       py::reinterpret_steal<py::list>(PyDict_Values(py::object(plan_.attr(names().others)).ptr()));
   if (graph_.is_none()) {
     // The next plan keeps the variants that a graph replays; Python makes it.
-    return !place->shared && std::ranges::none_of(others, [](py::handle other) {
-      return other.cast<PlannedVariant&>().place()->held() != nullptr;
+    return !buffer->shared && std::ranges::none_of(others, [](py::handle other) {
+      return other.cast<PlannedVariant&>().plan_buffer()->held() != nullptr;
     });
   }
   if (!others.empty()) return false;
-  if (captured.empty()) return place->held() == nullptr;
+  if (captured.empty()) return buffer->held() == nullptr;
   if (captured.size() > 1) return false;
   const py::tuple one = captured[0];
   if (one[0].cast<const AttentionOptions&>() != options_ ||
-      one[1].cast<std::shared_ptr<Place>>() != place) {
+      one[1].cast<std::shared_ptr<PlanBuffer>>() != buffer) {
     return false;
   }
-  place->check_captured(0, *drafted.batch, drafted.largest_page);
-  *where = place;
+  buffer->check_captured(0, *drafted.batch, drafted.largest_page);
+  *where = buffer;
   return true;
 }
 
@@ -404,7 +404,7 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
         return false;
     }
     drafted = draft(arrays);
-    if (!drafted || !find_place(*drafted, &drafted->where)) return false;
+    if (!drafted || !find_buffer(*drafted, &drafted->where)) return false;
     if (!has_reserve(drafted->variant->plan()->int_bytes())) return false;
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
@@ -412,7 +412,7 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   } catch (const std::exception&) {  // Python meets it again, and says what it is about
     return false;
   }
-  drafted->variant->place_in(workspace_, drafted->where);
+  drafted->variant->allocate_in(workspace_, drafted->where);
   const py::object plan = with_fields(
       plan_, {{fields_.request, drafted->request},
               {fields_.default_variant, has_default_ ? py::cast(drafted->variant) : py::none()},
@@ -430,12 +430,12 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
                                                      {fields_.windows, py::dict()}});
     order_behind_users(primary_->buffers(), workspace_->device_stream());
     copies = copies_for_graphs(arrays, *drafted->batch);
-    if (kv_are_bounds_) graph_.attr(names().kv_lens) = py::handle(arrays.kv_lens);
+    if (kv_lengths_are_upper_bounds_) graph_.attr(names().kv_lens) = py::handle(arrays.kv_lens);
   }
   PlannedVariant::upload({drafted->variant}, workspace_->device_stream().current(),
                          std::move(copies));
   wrapper.attr(names().plan) = plan;
-  if (!primary_->place()->shared) workspace_->give_back(primary_);
+  if (!primary_->plan_buffer()->shared) workspace_->give_back(primary_);
   plan_ = plan;
   request_ = drafted->request;
   variant_request_ = drafted->variant->requests()[0];

@@ -62,7 +62,7 @@ class RepeatedPlan {
   // True if captured graphs, if there are any, read the lengths of keys there.
   bool may_read(PyObject* kv_lens) const;
   // False: what graphs have captured takes more than one place. where: null for new memory.
-  bool find_place(const Drafted& drafted, std::shared_ptr<Place>* where) const;
+  bool find_buffer(const Drafted& drafted, std::shared_ptr<PlanBuffer>* where) const;
   // True if what options first asked for in a capture would need is reserved.
   bool has_reserve(std::int64_t bytes) const;
   std::vector<HostCopy> copies_for_graphs(const Arrays& arrays, const Batch& batch) const;
@@ -83,14 +83,14 @@ class RepeatedPlan {
   std::int64_t graph_mask_bytes_;
   AttentionOptions options_;  // of the primary variant, as asked
   pybind11::object kv_layout_;
-  bool kv_are_bounds_;
+  bool kv_lengths_are_upper_bounds_;
   // Positions of the fields of Plan, Request and PageList.
   struct {
     Py_ssize_t request, default_variant, primary, others, windows;
     Py_ssize_t batch, pages, kv_lens;
     Py_ssize_t given = 0, on_device = 0, largest = 0;
   } fields_;
-  std::shared_ptr<HeldMemory> held_;  // null: no graphs
+  std::shared_ptr<PinnedAddresses> held_;  // null: no graphs
   pybind11::object graph_buffers_ = pybind11::none(), indices_buffer_ = pybind11::none();
   std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   pybind11::tuple by_position_;

@@ -120,25 +120,25 @@ RunMemory RunMemory::of(const Torch& torch, py::object partials, py::dict of_ext
   return memory;
 }
 
-void HeldMemory::hold(std::string name, py::object tensor, TensorMemory memory) {
+void PinnedAddresses::hold(std::string name, py::object tensor, TensorMemory memory) {
   if (memory.bytes == 0) return;
   held_.push_back({.name = std::move(name), .tensor = std::move(tensor), .memory = memory});
 }
 
-void HeldMemory::check() const {
+void PinnedAddresses::check() const {
   for (const Held& held : held_) {
     const TensorMemory now = seen(*torch_, held.tensor);
     if (now.address != held.memory.address || now.bytes < held.memory.bytes) refuse(held);
   }
 }
 
-void HeldMemory::check_storage() const {
+void PinnedAddresses::check_storage() const {
   for (const Held& held : held_) {
     if (memory_of(*torch_, held.name, held.tensor).bytes < held.memory.bytes) refuse(held);
   }
 }
 
-void HeldMemory::refuse(const Held& held) const {
+void PinnedAddresses::refuse(const Held& held) const {
   const std::int64_t bytes = memory_of(*torch_, held.name, held.tensor).bytes;
   const std::string needed = std::to_string(held.memory.bytes);
   const std::string now =
@@ -159,18 +159,18 @@ void bind_run_memory(py::module_& m) {
              return memory;
            }),
            py::arg("torch"), py::arg("partials"), py::arg("skip_factor") = 0.0f);
-  py::class_<HeldMemory, std::shared_ptr<HeldMemory>>(m, "HeldMemory")
+  py::class_<PinnedAddresses, std::shared_ptr<PinnedAddresses>>(m, "PinnedAddresses")
       .def(py::init<std::shared_ptr<const Torch>, std::string, std::string>(), py::arg("torch"),
            py::arg("since"), py::arg("way_out"))
       .def(
           "hold",
-          [](HeldMemory& held, std::string name, py::object tensor, Address address,
+          [](PinnedAddresses& held, std::string name, py::object tensor, Address address,
              std::int64_t bytes) {
             held.hold(std::move(name), std::move(tensor), {.address = address, .bytes = bytes});
             held.check_storage();
           },
           py::arg("name"), py::arg("tensor"), py::arg("address"), py::arg("bytes"))
-      .def("check", &HeldMemory::check);
+      .def("check", &PinnedAddresses::check);
 }
 
 }  // namespace preflash

@@ -44,10 +44,10 @@ struct RunMemory {
 };
 
 // Tensors whose memory must stay, because kernels use its address.
-class HeldMemory {
+class PinnedAddresses {
  public:
   // since, way_out: for errors, when the memory was right, and what to do where it is not.
-  HeldMemory(std::shared_ptr<const Torch> torch, std::string since, std::string way_out)
+  PinnedAddresses(std::shared_ptr<const Torch> torch, std::string since, std::string way_out)
       : torch_(std::move(torch)), since_(std::move(since)), way_out_(std::move(way_out)) {}
 
   void hold(std::string name, pybind11::object tensor, TensorMemory memory);

@@ -137,8 +137,8 @@ std::shared_ptr<Buffer> Workspace::int_buffer(std::int64_t bytes) {
 
 void Workspace::give_back(const std::shared_ptr<PlannedVariant>& variant) {
   if (given_ != nullptr) return;
-  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<PlannedVariant>> spare{variant->place()->buffer,
-                                                                          variant};
+  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<PlannedVariant>> spare{
+      variant->plan_buffer()->buffer, variant};
   const std::lock_guard lock(guard_);
   spare.swap(spare_);
 }
@@ -239,10 +239,10 @@ void bind_workspace(py::module_& m) {
            [](const Workspace& workspace, std::int64_t bytes) {
              return Buffer::allocate(bytes, workspace.device_stream());
            })
-      .def("place",
+      .def("plan_buffer",
            [](Workspace& workspace, std::shared_ptr<Buffer> buffer) {
-             return std::make_shared<Place>(workspace.uploader(), workspace.functions()->torch,
-                                            std::move(buffer));
+             return std::make_shared<PlanBuffer>(workspace.uploader(), workspace.functions()->torch,
+                                                 std::move(buffer));
            })
       .def("give_back", &Workspace::give_back);
 }

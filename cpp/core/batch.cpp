@@ -66,7 +66,7 @@ Batch::Batch(const BatchArrays& arrays)
     : qo_indptr_(arrays.qo_indptr, arrays.qo_indptr + arrays.num_requests + 1),
       kv_indptr_(arrays.kv_indptr, arrays.kv_indptr + arrays.num_requests + 1),
       page_size_(arrays.page_size),
-      are_bounds_(arrays.are_bounds) {
+      lengths_are_upper_bounds_(arrays.lengths_are_upper_bounds) {
   if (arrays.last_page_len != nullptr) {
     last_page_len_.assign(arrays.last_page_len, arrays.last_page_len + arrays.num_requests);
   }
@@ -210,7 +210,7 @@ void Batch::describe(SegmentProblem* problem) const {
   problem->page_begin = page_begin_;
   problem->mask_indptr = mask_indptr_;
   problem->page_size = page_size_;
-  problem->are_bounds = are_bounds_ || kv_are_bounds_;
+  problem->lengths_are_upper_bounds = lengths_are_upper_bounds_ || kv_lengths_are_upper_bounds_;
 }
 
 }  // namespace preflash

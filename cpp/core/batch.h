@@ -23,7 +23,7 @@ struct BatchArrays {
   int page_size = 0;  // 0: ragged
   // True if these lengths are only upper bounds: the true ones are on the device, and
   // DevicePlan::set_lengths() puts them in place before a run.
-  bool are_bounds = false;
+  bool lengths_are_upper_bounds = false;
 };
 
 // [num_requests, row_stride]: pages, one row per request.
@@ -38,7 +38,7 @@ class Batch {
 
   int num_requests() const { return static_cast<int>(qo_indptr_.size()) - 1; }
   int page_size() const { return page_size_; }
-  bool are_bounds() const { return are_bounds_; }
+  bool lengths_are_upper_bounds() const { return lengths_are_upper_bounds_; }
   std::int32_t qo_begin() const { return qo_indptr_.front(); }
   std::int32_t kv_begin() const { return kv_indptr_.front(); }
   std::int32_t qo_end() const { return qo_indptr_.back(); }
@@ -64,15 +64,15 @@ class Batch {
   std::int64_t page_entries() const;
 
   // The keys of each request are upper bounds: a run brings their numbers (RunExtras::kv_lens).
-  void use_kv_upper_bounds() { kv_are_bounds_ = true; }
-  bool kv_are_bounds() const { return kv_are_bounds_; }
+  void use_kv_upper_bounds() { kv_lengths_are_upper_bounds_ = true; }
+  bool kv_lengths_are_upper_bounds() const { return kv_lengths_are_upper_bounds_; }
 
   // A run's q has these rows and no more, as a decode batch wants it.
   void require_exact_rows() { exact_rows_ = true; }
   bool exact_rows() const { return exact_rows_; }
   // True if q may have rows of no request: before the first one's, or after the last one's.
   bool may_leave_rows(std::int64_t q_rows) const {
-    return are_bounds_ || qo_begin() > 0 || qo_end() < q_rows;
+    return lengths_are_upper_bounds_ || qo_begin() > 0 || qo_end() < q_rows;
   }
 
   // Lays out the packed custom mask: every request starts on a byte.
@@ -121,9 +121,9 @@ class Batch {
   PinnedArray* pinned_page_indices_ = nullptr;  // page_indices_ owns it
   std::int64_t mask_elements_ = 0;
   int page_size_ = 0;
-  bool are_bounds_ = false;
+  bool lengths_are_upper_bounds_ = false;
   bool exact_rows_ = false;
-  bool kv_are_bounds_ = false;
+  bool kv_lengths_are_upper_bounds_ = false;
 };
 
 }  // namespace preflash

@@ -146,7 +146,7 @@ void DevicePlan::find_mask_tiles(int segment, const RunExtras& mask,
 
 void DevicePlan::set_lengths(RequestLengths lengths, const LaunchTarget& target) const {
   const Batch& batch = *plan_->segments()[0].batch;
-  if (plan_->segments().size() != 1 || !batch.are_bounds()) {
+  if (plan_->segments().size() != 1 || !batch.lengths_are_upper_bounds()) {
     throw std::logic_error("lengths from the device are for a plan that was made for bounds");
   }
   lengths.requests = plan_->layout().requests.in(memory_);

@@ -103,7 +103,7 @@ void Launch::bind_segment(int index) {
   segment.q = tensors.q;
   // Rows behind the last request are padding. Unknown are the last row of a launch that a CUDA
   // graph may replay for a longer plan, and that of lengths on the device.
-  if (!plan_->graph_safe() && !planned.batch->are_bounds())
+  if (!plan_->graph_safe() && !planned.batch->lengths_are_upper_bounds())
     segment.q.num_tokens = planned.batch->qo_end();
   segment.k = tensors.k;
   segment.v = tensors.v;

@@ -115,7 +115,7 @@ void Launch::check_mask(int index, const RunExtras& extras) const {
 void Launch::check_page_indices(int index) const {
   const Batch& batch = *plan_->segments()[index].batch;
   if (plan_->device() != kCpuDevice || !place_->page_indices_are_callers(index)) return;
-  if (batch.are_bounds() || batch.kv_are_bounds()) return;
+  if (batch.lengths_are_upper_bounds() || batch.kv_lengths_are_upper_bounds()) return;
   const std::int32_t largest = batch.largest_page_of(place_->page_indices(index), batch.kv_end());
   const std::int64_t num_pages = tensors_[index].k.num_pages;
   if (largest < num_pages) return;

@@ -126,7 +126,7 @@ std::shared_ptr<const PrepassForm> plan_prepass(Family family, const PlanRequest
                                                 const Problem& problem, const DeviceFacts& facts) {
   const SegmentProblem& segment = problem.segments[0];
   // Copies are laid out by plan()'s lengths, and a graph's launches outlive these.
-  if (request.graph_max_rows > 0 || segment.are_bounds) return nullptr;
+  if (request.graph_max_rows > 0 || segment.lengths_are_upper_bounds) return nullptr;
   const std::optional<AttentionOptions> options = prepass_options(segment);
   if (segment.prepass == Prepass::kNever || !options) return nullptr;
   const FoundKernel converting = find_kernel(family, segment, facts);
@@ -184,7 +184,7 @@ Plan::Plan(Family family, int device, const PerSegment<PlanRequest>& requests,
 Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice)
     : device_(device),
       kernels_(choice.kernels),
-      id_((choice.prepass != nullptr ? "copies+" : "") + joint_id(kernels_)),
+      id_((choice.prepass != nullptr ? "prepass+" : "") + joint_id(kernels_)),
       kernel_(joint_kernel(kernels_, id_.c_str())),
       planner_(choice.problem, facts_of(device), kernels_),
       graph_safe_(choice.problem.segments[0].graph_max_rows > 0),

@@ -44,7 +44,7 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // Id of the kernel, or of both joined by "+", after "copies+" if there is a pre-pass.
+  // Id of the kernel, or of both joined by "+", after "prepass+" if there is a pre-pass.
   const std::string& id() const { return id_; }
   const PerSegment<PlannedSegment>& segments() const { return segments_; }
   // Runs all segments: the only segment's kernel, the one for both, or both in one launch.

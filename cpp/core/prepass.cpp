@@ -22,7 +22,7 @@ struct Conversion {
 Conversion conversion(const SegmentProblem& problem, const ForwardKernel& converting) {
   const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
   const int head_dim = std::max(problem.head_dim_qk, problem.head_dim_vo);
-  const bool on_sm90 = converting.traits.widening == Widening::kToFloat16;
+  const bool on_sm90 = converting.traits.dequantization == Dequantization::kToFloat16;
   if (problem.position == Position::kRope) {
     if (!on_sm90) return {0.40 * rows};
     if (head_dim > 256) return {1.25 * rows, 700};
@@ -74,7 +74,7 @@ double keys_of_tiles(const SegmentProblem& problem, std::size_t request, std::in
 }
 
 // True if copies take less time than they save.
-bool pays(const SegmentProblem& problem, const ForwardKernel& converting) {
+bool prepass_is_faster(const SegmentProblem& problem, const ForwardKernel& converting) {
   const bool narrow = size_of(problem.kv_dtype) == 1;
   const double of_k = problem.head_dim_qk / kRowElements;
   const double of_v = problem.head_dim_vo / kRowElements;
@@ -120,7 +120,7 @@ bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& convert
   const bool narrow_products =
       size_of(converting.variant.q_dtype) == 1 && converting.variant.head_dim_qk == 64;
   const bool may_gain = converting.variant.load == Load::kConverted || narrow_products;
-  return may_gain && pays(problem, converting);
+  return may_gain && prepass_is_faster(problem, converting);
 }
 
 bool has_prepass_rows(const SegmentProblem& problem) {

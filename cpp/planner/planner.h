@@ -44,7 +44,7 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
 // True if tall tiles are faster for a segment that kDecode would serve: its items have more than
 // `most_keys` keys (a kernel's row of tiles.toml) on average, counting a few more items without
 // keys for each SM. False if another plan of the same launch (graph_max_rows) or the device
-// (are_bounds) may bring other lengths.
+// (lengths_are_upper_bounds) may bring other lengths.
 bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
                         std::int32_t most_keys);
 

@@ -332,7 +332,7 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
 
 bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
                         std::int32_t most_keys) {
-  if (problem.graph_max_rows > 0 || problem.are_bounds) return false;
+  if (problem.graph_max_rows > 0 || problem.lengths_are_upper_bounds) return false;
   // Gain of short tiles at the ends of a launch, in items per SM with which they gain as much.
   constexpr std::int32_t kLaunchItemsPerSm = 4;
   double items = double{kLaunchItemsPerSm} * std::max(facts.num_sms, 1);

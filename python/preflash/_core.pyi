@@ -103,7 +103,7 @@ def find_id(wanted: Variant) -> str | None: ...
 def find_error(wanted: Variant) -> str | None: ...
 @overload
 def find_error(family: Family, options: AttentionOptions) -> str | None: ...
-def faster_apart(
+def prefer_two_launches(
     family: Family,
     prefill: tuple[AttentionOptions, Batch],
     decode: tuple[AttentionOptions, Batch],
@@ -148,10 +148,12 @@ class BatchArrays:
     ) -> None: ...
 
 class Batch:
-    def __init__(self, arrays: BatchArrays, page_size: int, are_bounds: bool = False) -> None: ...
-    are_bounds: Final[bool]
+    def __init__(
+        self, arrays: BatchArrays, page_size: int, lengths_are_upper_bounds: bool = False
+    ) -> None: ...
+    lengths_are_upper_bounds: Final[bool]
     exact_rows: Final[bool]
-    kv_are_bounds: Final[bool]
+    kv_lengths_are_upper_bounds: Final[bool]
     num_requests: Final[int]
     page_size: Final[int]
     qo_begin: Final[int]
@@ -291,7 +293,7 @@ class Plan:
     num_segments: Final[int]
     @property
     def id(self) -> str:
-        """Of its kernels, behind "copies+" where it has a pre-pass."""
+        """Of its kernels, behind "prepass+" where it has a pre-pass."""
     int_bytes: Final[int]
     float_bytes: Final[int]
     @property
@@ -323,7 +325,7 @@ class RequestLengths:
 
     def __init__(self, qo_indptr: int, kv_indptr: int, kv_lens: int, table_stride: int) -> None: ...
 
-class Place:
+class PlanBuffer:
     """Memory for a work list, where one plan at a time is."""
 
     buffer: Final[Any]
@@ -349,7 +351,7 @@ class Place:
         unless the stream is being captured into a CUDA graph, which cannot wait for what is not
         in it."""
 
-class HeldMemory:
+class PinnedAddresses:
     """Tensors whose memory has to stay where it is, because kernels go by its address. since,
     way_out: when it was as it has to be, and what to do where it is not, in errors."""
 
@@ -431,17 +433,18 @@ class Workspace:
     def beside(self) -> Workspace:
         """For other variants of a plan: the same float buffer, and int buffers of its own."""
     def allocate(self, num_bytes: int) -> Buffer: ...
-    def place(self, buffer: Buffer) -> Place:
-        """Where a work list goes, in memory that nothing else uses."""
+    def plan_buffer(self, buffer: Buffer) -> PlanBuffer:
+        """Place of one work list at a time in `buffer`, which nothing else uses."""
     def give_back(self, variant: PlannedVariant) -> None:
         """Takes back the memory of a variant that no later run uses. A run may be under way, for
         which the memory is kept."""
 
 class PlannedVariant:
     """A batch, or two in one launch, each a segment with its own tensors, page table, mask and
-    options: the kernel, the work list and, once placed and uploaded, the launches.
+    options: the kernel, the work list and, once allocated and uploaded, the launches.
 
-    backend: a Backend. requests: a Request for each segment. has no place before place_in()."""
+    backend: a Backend. requests: a Request for each segment. plan_buffer: None before
+    allocate_in()."""
 
     def __init__(self, backend: Any, plan: Plan, requests: tuple[Any, ...]) -> None: ...
     backend: Final[Any]
@@ -453,13 +456,13 @@ class PlannedVariant:
         """Request of the first segment."""
     workspace: Final[Workspace]
     device_stream: Final[Any]
-    place: Final[Place]
+    plan_buffer: Final[PlanBuffer]
     shared: bool
     """True if another owner may still run it: a CUDA graph, or a copied wrapper."""
     before_run: Callable[[], None] | None
     """Called before every run."""
-    def place_in(self, workspace: Workspace, where: Place | None = None) -> None:
-        """Binds the plan to memory for its work list: to `where`, the place that a CUDA graph
+    def allocate_in(self, workspace: Workspace, where: PlanBuffer | None = None) -> None:
+        """Binds the plan to memory for its work list: to `where`, which a CUDA graph
         captured, or to new memory of the workspace."""
     def __call__(self, *arguments: Any) -> Any:
         """Starts a launch and returns the result, or that of each segment.
@@ -472,7 +475,7 @@ class PlannedVariant:
         """The checks of a run alone."""
 
 def order_behind_users(
-    ran: Sequence[PlannedVariant], captured: Sequence[Place], workspace: Workspace
+    ran: Sequence[PlannedVariant], captured: Sequence[PlanBuffer], workspace: Workspace
 ) -> None:
     """Orders the current stream after all earlier uses of the memory of variants and places, but
     for those on streams that are being captured."""

@@ -498,14 +498,16 @@ def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor
     return arrays
 
 
-def _lens_per_level(arrays: Any, are_bounds: Any, num_levels: int) -> Sequence[torch.Tensor | None]:
+def _lens_per_level(
+    arrays: Any, lengths_are_upper_bounds: Any, num_levels: int
+) -> Sequence[torch.Tensor | None]:
     """seq_lens of each level; None: its lengths of keys are exact."""
-    check.flag("lengths_are_upper_bounds", are_bounds)
+    check.flag("lengths_are_upper_bounds", lengths_are_upper_bounds)
     if arrays is None:
         arrays = [None] * num_levels
     if not isinstance(arrays, (list, tuple)) or len(arrays) != num_levels:
         raise TypeError(f"seq_lens_arr must be a list of num_levels = {num_levels} tensors or None")
-    if are_bounds and all(lens is None for lens in arrays):
+    if lengths_are_upper_bounds and all(lens is None for lens in arrays):
         raise ValueError(
             "lengths_are_upper_bounds=True and no seq_lens_arr: pass a list that has int32 "
             "[batch_size] on the wrapper's device for each level of upper bounds"

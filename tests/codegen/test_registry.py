@@ -506,12 +506,12 @@ def test_the_library_directory_is_fixed_once_used():
         _core.set_library_dir("/nonexistent")
 
 
-def test_a_place_without_a_plan_cannot_be_launched():
+def test_a_plan_that_was_not_uploaded_cannot_be_launched():
     inputs = build(Case("never uploaded", (3,), (5,), 4, 2, 64))
     wrapper = runner.make_wrapper(inputs.case, backend="cpu")
     runner.plan(wrapper, inputs)
     workspace, request = wrapper._plan.workspace, wrapper._plan.request
     variant = pipeline.plan(workspace, "cpu", request)
-    variant.place_in(workspace)
+    variant.allocate_in(workspace)
     with pytest.raises(RuntimeError, match="without a plan"):
         variant(inputs.q, (inputs.k, inputs.v), request.scales, DEFAULT_OUTPUTS, None)

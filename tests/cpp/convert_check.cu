@@ -12,8 +12,8 @@
 #include <numbers>
 #include <vector>
 
+#include "kernels/common/dequantize.cuh"
 #include "kernels/common/rotary.cuh"
-#include "kernels/common/widen.cuh"
 
 namespace {
 
@@ -114,7 +114,7 @@ std::vector<std::uint32_t> some_bytes() {
 }
 
 template <DType kFrom, DType kTo>
-void check_widened(std::uint32_t four, FourElements got, const char* what) {
+void check_dequantized(std::uint32_t four, FourElements got, const char* what) {
   for (int i = 0; i < 2; ++i) {
     float2 pair = Pair<kTo>::to_floats(got.pair[i]);
     check_element(kFrom, four >> (16 * i) & 255, pair.x, what);
@@ -153,24 +153,24 @@ __global__ void rotations(const std::uint32_t* turns, Rotation* out, int count) 
 }
 
 template <DType kFrom, DType kTo>
-__global__ void widened(const std::uint32_t* bytes, FourElements* out, int count) {
+__global__ void dequantized(const std::uint32_t* bytes, FourElements* out, int count) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
-  out[2 * i] = widen<kFrom, kTo>(bytes[i]);
-  out[2 * i + 1] = widen_by_bits<kFrom, kTo>(bytes[i]);
+  out[2 * i] = dequantize<kFrom, kTo>(bytes[i]);
+  out[2 * i + 1] = dequantize_by_bits<kFrom, kTo>(bytes[i]);
 }
 
 template <DType kFrom, DType kTo>
-void check_widening(bool on_gpu) {
+void check_dequantization(bool on_gpu) {
   std::vector<std::uint32_t> words = some_bytes();
   for (std::uint32_t four : words) {
-    check_widened<kFrom, kTo>(four, widen<kFrom, kTo>(four), "widen on the host");
+    check_dequantized<kFrom, kTo>(four, dequantize<kFrom, kTo>(four), "dequantize on the host");
   }
   if (!on_gpu) return;
-  std::vector<FourElements> got = run<FourElements>(widened<kFrom, kTo>, words, 2);
+  std::vector<FourElements> got = run<FourElements>(dequantized<kFrom, kTo>, words, 2);
   for (std::size_t i = 0; i < words.size(); ++i) {
-    check_widened<kFrom, kTo>(words[i], got[2 * i], "widen");
-    check_widened<kFrom, kTo>(words[i], got[2 * i + 1], "widen_by_bits");
+    check_dequantized<kFrom, kTo>(words[i], got[2 * i], "dequantize");
+    check_dequantized<kFrom, kTo>(words[i], got[2 * i + 1], "dequantize_by_bits");
   }
 }
 
@@ -201,10 +201,10 @@ int main() {
     check_frequencies({.scale = -0.7, .theta = 0.5}, head_dim);
   }
   check_pair();
-  check_widening<DType::kFloat8E4M3, DType::kFloat16>(on_gpu);
-  check_widening<DType::kFloat8E4M3, DType::kBFloat16>(on_gpu);
-  check_widening<DType::kFloat8E5M2, DType::kFloat16>(on_gpu);
-  check_widening<DType::kFloat8E5M2, DType::kBFloat16>(on_gpu);
+  check_dequantization<DType::kFloat8E4M3, DType::kFloat16>(on_gpu);
+  check_dequantization<DType::kFloat8E4M3, DType::kBFloat16>(on_gpu);
+  check_dequantization<DType::kFloat8E5M2, DType::kFloat16>(on_gpu);
+  check_dequantization<DType::kFloat8E5M2, DType::kBFloat16>(on_gpu);
   if (num_failures > 0) return 1;
   std::printf("%s\n", on_gpu ? "host and GPU agree with double" : "no GPU; the host is right");
   return on_gpu ? 0 : 77;

@@ -98,7 +98,7 @@ def test_the_workspace_is_large_enough_or_nothing_is_copied():
         wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
         runner.plan(wrapper, inputs)
         assert wrapper._plan.primary.plan.has_prepass is copied
-        assert wrapper.variant.startswith("copies+cpu_bf16_d512" if copied else "cpu_bf16_kve4m3")
+        assert wrapper.variant.startswith("prepass+cpu_bf16_d512" if copied else "cpu_bf16_kve4m3")
         assert wrapper.variant in repr(wrapper)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 

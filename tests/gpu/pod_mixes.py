@@ -23,7 +23,7 @@ from preflash.testing.case import Case, KvForm, MaskKind
 
 _MOST_BYTES = 6 << 30  # of K and V on either side
 _HEADS = ((32, 8), (64, 8), (28, 4), (16, 16), (8, 1))
-_HONEST = backends.Backend.faster_apart
+_HONEST = backends.Backend.prefer_two_launches
 
 
 def _log_uniform(rng, low, high):
@@ -52,7 +52,7 @@ def draw(rng: random.Random) -> tuple[Case, Case]:
 def planned(sides, backend, apart):
     """A run of both, as one launch, as one for each, or (None) as plan() decides; its launches."""
     if apart is not None:
-        backends.Backend.faster_apart = lambda *_: apart
+        backends.Backend.prefer_two_launches = lambda *_: apart
     try:
         buffer = runner.workspace(torch.device("cuda"), 256 << 20)
         wrapper = preflash.BatchPODWithPagedKVCacheWrapper(buffer, backend=backend)
@@ -72,7 +72,7 @@ def planned(sides, backend, apart):
         run()
         return run, wrapper.launches
     finally:
-        backends.Backend.faster_apart = _HONEST
+        backends.Backend.prefer_two_launches = _HONEST
 
 
 def measure(sides, backend, product) -> dict:

@@ -269,7 +269,7 @@ def test_the_name_of_a_plan_tells_of_its_copies(backend):
     case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
     wrapper, inputs = with_prepass(case, backend)
     family = {"fa2": "sm80", "fa3": "sm90"}[backend]
-    assert wrapper.variant == f"copies+{family}_bf16_d512"
+    assert wrapper.variant == f"prepass+{family}_bf16_d512"
     assert wrapper.variant in repr(wrapper)
     small = runner.workspace("cuda", 1 << 20)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=small)

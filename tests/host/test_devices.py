@@ -116,7 +116,7 @@ def test_every_row_plans(gpu, tables, kernels):
     assert len(plans) == 10 * 7 * 5 * 2 * 2  # features, dtypes, head dims, lengths, graphs
     used = set()
     for row, name, items in plans:
-        used.add(name.removeprefix("copies+"))
+        used.add(name.removeprefix("prepass+"))
         assert items > 0, row
     for name in used:
         assert fa2_memory.smem_bytes(kernels[name]) <= facts["smem_per_block"], name

@@ -74,7 +74,7 @@ def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype):
         ([1] * 8, [4000] * 8, {"window_left": 3000}, True),
         ([2] * 8, [4000] * 8, {"chunk_size": 1024}, False),
         ([1] * 8, [4000] * 8, {"graph_max_rows": 8}, False),
-        ([1] * 8, [4000] * 8, {"are_bounds": True}, False),
+        ([1] * 8, [4000] * 8, {"lengths_are_upper_bounds": True}, False),
     ],
 )
 def test_average_length(qo_lens, kv_lens, options, expected):

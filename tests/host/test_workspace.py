@@ -131,7 +131,7 @@ def test_copies_are_no_condition(options, policy, lengths, use_cuda_graph):
     with prepass_policy.forced(policy):
         wrapper.plan(*arguments, **options)
         assert wrapper.variant.startswith("cpu_")
-        assert "copies+" not in repr(wrapper)
+        assert "prepass+" not in repr(wrapper)
         needed, _ = wrapper.workspace_size(*arguments, **options)
     copies = 2 * batch * kv_len * 8 * (512 + 512)
     assert (needed >= copies) == (policy == "always" and not use_cuda_graph)

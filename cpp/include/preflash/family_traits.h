@@ -23,7 +23,7 @@ enum class OptionChoice : std::uint8_t {
 };
 
 // Dtype to which kernels that multiply in one dtype dequantise 8-bit keys and values.
-enum class Widening : std::uint8_t {
+enum class Dequantization : std::uint8_t {
   kToQueries,  // the dtype of the queries; float16 where they have 8 bits themselves
   kToFloat16,
 };
@@ -54,7 +54,7 @@ struct FamilyTraits {
   // Soft cap, position, mask and skipped tiles.
   OptionChoice options = OptionChoice::kCompiled;
   OptionChoice segments = OptionChoice::kCompiled;  // of which a kernel takes items
-  Widening widening = Widening::kToQueries;
+  Dequantization dequantization = Dequantization::kToQueries;
   TileRows tile_rows = TileRows::kFull;
   ShortTiles short_tiles = ShortTiles::kSameBits;
   int short_rows = 64;                        // packed rows of a short tile
@@ -64,8 +64,9 @@ struct FamilyTraits {
   std::uint8_t joint_head_dim = 0;
   int item_keys = 0;  // an item costs as much as so many keys; 0: CostModel::kItem tiles
   // FLOPs that its kernels compute in the time memory delivers a byte; 0: prefill and decode always
-  // run as one launch. Otherwise faster_apart() may separate them: if prefill alone takes more than
-  // most_prefill times as long as decode, or decode more than most_decode times as long as prefill.
+  // run as one launch. Otherwise prefer_two_launches() may separate them: if prefill alone takes
+  // more than most_prefill times as long as decode, or decode more than most_decode times as long
+  // as prefill.
   std::int16_t flops_per_byte = 0;
   std::uint8_t most_prefill = 0;
   std::uint8_t most_decode = 0;

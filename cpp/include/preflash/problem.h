@@ -26,11 +26,13 @@ struct SegmentProblem : AttentionOptions {
   std::span<const std::int64_t> mask_indptr;  // [batch + 1], bytes; empty: no custom mask
   std::int32_t page_size = 0;                 // 0: ragged
   // True if the lengths are upper bounds: only the device knows the lengths of a run.
-  bool are_bounds = false;
+  bool lengths_are_upper_bounds = false;
 
   // Chunks are planned for the keys that a window keeps at the longest length. At a shorter one it
   // keeps others, so the keys stay in one chunk.
-  bool must_not_split() const { return are_bounds && (window_left >= 0 || chunk_size > 0); }
+  bool must_not_split() const {
+    return lengths_are_upper_bounds && (window_left >= 0 || chunk_size > 0);
+  }
 
   bool paged() const { return page_size != 0 || !last_page_len.empty(); }
   std::int64_t qo_len(std::size_t request) const {

@@ -15,7 +15,7 @@ struct ForwardParams;
 // equally fast, and float16 keeps three more bits of the softmax's weights.
 constexpr DType product_dtype(Family family, DType q_dtype) {
   const bool queries_choose =
-      size_of(q_dtype) == 2 && traits_of(family).widening == Widening::kToQueries;
+      size_of(q_dtype) == 2 && traits_of(family).dequantization == Dequantization::kToQueries;
   return queries_choose ? q_dtype : DType::kFloat16;
 }
 

@@ -10,7 +10,7 @@
 #include "kernels/combine/combine.h"
 #include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/element_io.cuh"
-#include "kernels/common/keyless_logit.cuh"
+#include "kernels/common/sink.cuh"
 
 namespace preflash {
 namespace {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
   const std::int64_t token = request.qo_begin + packed_row / params.group_size;
   const std::int64_t head = std::int64_t{merge.kv_head} * params.group_size + head_in_group;
   const float keyless =
-      has_keyless(params.extras) ? keyless_logit(params.extras, static_cast<int>(head)) : -INFINITY;
+      has_keyless(params.extras) ? sink(params.extras, static_cast<int>(head)) : -INFINITY;
   const RowSum total = sum_chunks(row, keyless, lane);
   const float2 mean = weighted_mean(batch, row, total, lane);
 

@@ -4,7 +4,7 @@
 #include <cute/config.hpp>
 #include <type_traits>
 
-#include "kernels/common/widen.cuh"
+#include "kernels/common/dequantize.cuh"
 
 namespace preflash {
 
@@ -17,7 +17,7 @@ struct FourFloats {
   template <DType kFrom>
   __device__ __forceinline__ static FourFloats of(const FourStored<kFrom>& stored) {
     if constexpr (size_of(kFrom) == 1) {
-      FourElements wide = widen<kFrom, DType::kFloat16>(stored);
+      FourElements wide = dequantize<kFrom, DType::kFloat16>(stored);
       return {Pair<DType::kFloat16>::to_floats(wide.pair[0]),
               Pair<DType::kFloat16>::to_floats(wide.pair[1])};
     } else {

@@ -13,8 +13,8 @@
 #include <cfloat>
 #include <cute/tensor.hpp>
 
-#include "kernels/common/keyless_logit.cuh"
 #include "kernels/common/logits.cuh"
+#include "kernels/common/sink.cuh"
 #include "preflash/params.h"
 
 namespace preflash {
@@ -48,7 +48,7 @@ __device__ __forceinline__ RowResult add_logit(RowResult result, float logit) {
 template <class Segment>
 __device__ __forceinline__ void add_keyless(RowResult& result, const Segment& segment, int head) {
   PartialLse of_keys = result.lse;
-  result = add_logit(result, keyless_logit(segment.extras, head));
+  result = add_logit(result, sink(segment.extras, head));
   if (segment.lse.form == LseForm::kMaxAndSum) result.lse = of_keys;
 }
 

@@ -5,8 +5,8 @@
 // behind the other's.
 #include <cstdint>
 
+#include "kernels/common/dequantize.cuh"
 #include "kernels/common/rotary.cuh"
-#include "kernels/common/widen.cuh"
 #include "kernels/prepass/prepass.h"
 #include "preflash/prepass_row.h"
 
@@ -51,12 +51,12 @@ struct alignas(size_of(kDType) * kCount) Stored {
 };
 
 template <DType kFrom, DType kTo>
-__device__ __forceinline__ Stored<kTo, 8> widened(const Stored<kFrom, 8>& eight) {
+__device__ __forceinline__ Stored<kTo, 8> dequantized(const Stored<kFrom, 8>& eight) {
   if constexpr (kFrom == kTo) {
     return eight;
   } else {
-    const FourElements low = widen<kFrom, kTo>(eight.word[0]);
-    const FourElements high = widen<kFrom, kTo>(eight.word[1]);
+    const FourElements low = dequantize<kFrom, kTo>(eight.word[0]);
+    const FourElements high = dequantize<kFrom, kTo>(eight.word[1]);
     return {{low.pair[0], low.pair[1], high.pair[0], high.pair[1]}};
   }
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ void to_floats(const Stored<kFrom, kPairs>& four, flo
   constexpr DType kWide = size_of(kFrom) == 1 ? DType::kFloat16 : kFrom;
   float2 low, high;
   if constexpr (size_of(kFrom) == 1) {
-    const FourElements wide = widen<kFrom, kWide>(four.word[0]);
+    const FourElements wide = dequantize<kFrom, kWide>(four.word[0]);
     low = Pair<kWide>::to_floats(wide.pair[0]);
     high = Pair<kWide>::to_floats(wide.pair[1]);
   } else {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy(const PrepassOperand& operand, const Task& 
     if (i >= task.num_heads) break;
     const std::int64_t head = (task.first_head + i) * operand.to.stride_head;
     *reinterpret_cast<Stored<kTo, kUnit>*>(to + head * size_of(kTo)) =
-        widened<kFrom, kTo>(eight[i]);
+        dequantized<kFrom, kTo>(eight[i]);
   }
 }
 

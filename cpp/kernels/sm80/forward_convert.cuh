@@ -77,7 +77,7 @@ struct RowWidening {
         CUTE_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
           *reinterpret_cast<uint4*>(own + offset(pass + i, block)) =
-              widen<kFrom, kTo>(bytes[i][block]);
+              dequantize<kFrom, kTo>(bytes[i][block]);
         }
       }
     }
@@ -241,21 +241,21 @@ struct OperandConversion<Traits, true> {
   // Converts the K tile in a stage. Each thread dequantises the chunks, and each warp rotates the
   // rows, that it has fetched itself.
   __device__ __forceinline__ void keys(int tile, int stage) const {
-    widen<kTileN, Traits::kHeadQk>(smem.k[stage], params.kv_dtype);
+    dequantize<kTileN, Traits::kHeadQk>(smem.k[stage], params.kv_dtype);
     if (rotates()) {
       __syncwarp();
       rotation<kTileN>(smem.k[stage]).run(tile * kTileN);
     }
   }
   __device__ __forceinline__ void values(int stage) const {
-    widen<kTileN, Traits::kHeadVo>(smem.v[stage], params.kv_dtype);
+    dequantize<kTileN, Traits::kHeadVo>(smem.v[stage], params.kv_dtype);
   }
 
   __device__ __forceinline__ bool wanted_by_queries() const {
     return rotates() || stored<Traits>(params.q_dtype) == Stored::k8Bits;
   }
   __device__ __forceinline__ void queries() const {
-    widen<kTileM, Traits::kHeadQk>(smem.q, params.q_dtype);
+    dequantize<kTileM, Traits::kHeadQk>(smem.q, params.q_dtype);
     if (!rotates()) return;
     __syncwarp();
     int num_rows = request.qo_len * params.group_size - item.row_begin;
@@ -282,7 +282,7 @@ struct OperandConversion<Traits, true> {
   __device__ __forceinline__ bool rotates() const { return params.position == Position::kRope; }
 
   template <int kTileRows, int kHeadDim, class Element>
-  __device__ __forceinline__ void widen(Element* tile, DType from) const {
+  __device__ __forceinline__ void dequantize(Element* tile, DType from) const {
     if (stored<Traits>(from) == Stored::kAsInTile) return;
     RowWidening<Traits, kTileRows, kHeadDim>{{tile, thread}}.run(from);
   }

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/sm90/forward_mask.cuh"
-#include "kernels/sm90/kept_tiles.cuh"
+#include "kernels/sm90/mask_tile_pipeline.cuh"
 
 namespace preflash::sm90 {
 
@@ -52,16 +52,16 @@ struct DenseTiles {
   }
 };
 
-// The full and partial tiles of a custom mask, as announced (kept_tiles.cuh). An announcement is
-// read a tile ahead, so the bits of a partial tile have a step's time to arrive.
+// The full and partial tiles of a custom mask, as announced (mask_tile_pipeline.cuh). An
+// announcement is read a tile ahead, so the bits of a partial tile have a step's time to arrive.
 template <class Traits>
-struct KeptTilesInTurn {
+struct MaskTilesOfItem {
   using Mask = TileMask<Traits>;
 
-  KeptTile tile = {};   // the step's
+  MaskTile tile = {};   // the step's
   Mask tile_mask = {};  // unless it is whole
-  KeptTileReader<ConsumerPipelineState<Traits::kTileSlots>> reader = {};
-  KeptTile ahead = {};  // the next one
+  MaskTileConsumer<ConsumerPipelineState<Traits::kTileSlots>> reader = {};
+  MaskTile ahead = {};  // the next one
   typename Mask::RawBits ahead_bits = {};
 
   struct First {};
@@ -69,12 +69,12 @@ struct KeptTilesInTurn {
   CUTE_DEVICE First look_ahead(const auto& item, const auto& at) {
     if (!item.any()) return {};
     ahead = reader.take(at.smem());
-    if (!ahead.is_whole()) ahead_bits = Mask::read_bits(at(ahead.index()));
+    if (!ahead.is_full()) ahead_bits = Mask::read_bits(at(ahead.index()));
     return {};
   }
   CUTE_DEVICE void begin_step() { tile = ahead; }
   CUTE_DEVICE void meanwhile(const auto& item, const auto& at) {
-    if (!tile.is_whole()) {
+    if (!tile.is_full()) {
       // The bounds apply only where they cut the tile.
       tile_mask = item.own.needs_mask(tile.index())
                       ? Mask::of_bits_and_bounds(at(tile.index()), ahead_bits)
@@ -100,7 +100,7 @@ struct KeptTilesInTurn {
   }
 
   CUTE_DEVICE void mask_first(const auto&, const First&, auto&& scores) const {
-    if (!tile.is_whole()) tile_mask.apply(scores);
+    if (!tile.is_full()) tile_mask.apply(scores);
   }
   CUTE_DEVICE void mask(const auto& item, int, const auto&, auto&& scores) const {
     mask_first(item, {}, scores);
@@ -108,6 +108,6 @@ struct KeptTilesInTurn {
 };
 
 template <class Traits>
-using TilesOf = conditional_t<Traits::kHasMaskBits, KeptTilesInTurn<Traits>, DenseTiles<Traits>>;
+using TilesOf = conditional_t<Traits::kHasMaskBits, MaskTilesOfItem<Traits>, DenseTiles<Traits>>;
 
 }  // namespace preflash::sm90

@@ -10,7 +10,8 @@
 
 namespace preflash::sm90 {
 
-// The item's rows of Q as operands: with their sign, over 8 bits widened or narrowed to float16.
+// The item's rows of Q as operands: with their sign, over 8 bits dequantized or narrowed to
+// float16.
 template <class Traits>
 struct DecodeQuery {
   static constexpr int kRows = 2;                      // of one lane
@@ -180,7 +181,7 @@ struct DecodeProducts {
   template <DType kFrom>
   CUTE_DEVICE static FourElements elements(const std::uint32_t* words) {
     if constexpr (kBytes == 1) {
-      return widen<kFrom, DType::kFloat16>(words[0]);
+      return dequantize<kFrom, DType::kFloat16>(words[0]);
     } else {
       return {words[0], words[1]};
     }
@@ -197,8 +198,8 @@ struct DecodeProducts {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         const unsigned select = half == 0 ? 0x5140 : 0x7362;
-        FourElements low = widen<kFrom, DType::kFloat16>(__byte_perm(key0, key1, select));
-        FourElements high = widen<kFrom, DType::kFloat16>(__byte_perm(key8, key9, select));
+        FourElements low = dequantize<kFrom, DType::kFloat16>(__byte_perm(key0, key1, select));
+        FourElements high = dequantize<kFrom, DType::kFloat16>(__byte_perm(key8, key9, select));
         multiply(c + half * 8, a, low.pair[0], high.pair[0]);
         multiply(c + half * 8 + 4, a, low.pair[1], high.pair[1]);
       }

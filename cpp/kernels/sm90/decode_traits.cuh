@@ -16,13 +16,13 @@ struct DecodeTraits {
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
-  static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits widen to float16");
+  static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits dequantize to float16");
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
   static constexpr bool kHasMaskBits = false;
   static constexpr bool kCaps = false;  // by SoftCap
   static constexpr bool kBiasByProduct = false;
   static constexpr int kSegments = 1;
-  static constexpr int kParts = 1;
+  static constexpr int kClusterSize = 1;
   static_assert(kVariant.mask == Mask::kBounds && kVariant.segments == Segments::kOne);
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
     return kConverts && q_dtype == DType::kBFloat16;

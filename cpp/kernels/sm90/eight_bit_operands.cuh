@@ -97,7 +97,7 @@ struct EightBitOperands : WholeOperands<Traits> {
 
 template <class Traits>
 using OperandsOf =
-    conditional_t<(Traits::kParts > 1), PairedOperands<Traits>,
+    conditional_t<(Traits::kClusterSize > 1), PairedOperands<Traits>,
                   conditional_t<Traits::kSliced, SlicedOperands<Traits>,
                                 conditional_t<Traits::kTransposesV, EightBitOperands<Traits>,
                                               WholeOperands<Traits>>>>;

@@ -137,7 +137,7 @@ struct ForwardEpilogue {
       float lse = -INFINITY;
       if (adds_keyless() && params.lse.form == LseForm::kLogSum) {
         int head = query_head(params, item, unpack_row(params, item.row_begin + row));
-        lse = keyless_logit(params.extras, head);
+        lse = sink(params.extras, head);
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
       for (int column = lane_id() * 4; column < num_columns(); column += 128) {

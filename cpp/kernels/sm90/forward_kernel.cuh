@@ -31,7 +31,7 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   }
   if constexpr (Traits::kSliced) {
     smem.slice.ring.init(producers, kConsumers);
-    if constexpr (Traits::kParts > 1) smem.slice.pair.p.init(1, 1);
+    if constexpr (Traits::kClusterSize > 1) smem.slice.pair.p.init(1, 1);
   }
   if constexpr (Traits::kHasMaskBits) smem.kept.ring.init(1, kConsumers + loading_warps);
   cutlass::arch::fence_barrier_init();
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   }
   if constexpr (Traits::kBiasByProduct) ScoreBias<Traits>::fill_steps(smem);
   let_next_kernel_begin();
-  if constexpr (Traits::kParts > 1) {
+  if constexpr (Traits::kClusterSize > 1) {
     cute::cluster_sync();
   } else {
     __syncthreads();
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     int thread = threadIdx.x % kWarpgroupThreads;
     ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
     // The other CTA may still write to this one's memory.
-    if constexpr (Traits::kParts > 1) cute::cluster_sync();
+    if constexpr (Traits::kClusterSize > 1) cute::cluster_sync();
   }
 }
 

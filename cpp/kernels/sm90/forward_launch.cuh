@@ -43,7 +43,7 @@ const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
     segment.box = box_shape(params.segments[s], Traits::kTileM, Traits::kTileN);
     gather |= segment.box.kv_rows == 0;
     // Rotated operands are gathered, and so are stored rows that TMA refuses.
-    if constexpr (Traits::kConverts) gather |= !only_widens<Traits>(segment);
+    if constexpr (Traits::kConverts) gather |= !only_dequantizes<Traits>(segment);
   }
   for (int s = 0; s < Traits::kSegments; ++s) {
     HopperSegment& segment = hopper.segments[s];
@@ -67,7 +67,8 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   }
   if (refusal == nullptr) refusal = make_maps<Traits>(params, hopper);
   if (refusal != nullptr) return refusal;
-  LaunchShape shape{num_ctas * Traits::kParts, Traits::kThreads, kSmemBytes<V>, Traits::kParts};
+  LaunchShape shape{num_ctas * Traits::kClusterSize, Traits::kThreads, kSmemBytes<V>,
+                    Traits::kClusterSize};
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }
 
@@ -96,7 +97,7 @@ ForwardKernel forward_kernel_entry() {
     using Traits = ForwardTraits<V>;
     entry.smem_bytes = kSmemBytes<V>;
     entry.launch = &launch_forward<V>;
-    entry.ctas_per_item = Traits::kParts;
+    entry.ctas_per_item = Traits::kClusterSize;
     if constexpr (Traits::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
     if constexpr (Traits::kSegments == 2) entry.second_tile = V::kSecondTile;
   }

@@ -14,7 +14,7 @@ namespace preflash::sm90 {
 // Announces a CTA's items, and the full and partial tiles of a custom mask.
 template <class Traits>
 using Announcer =
-    conditional_t<Traits::kHasMaskBits, KeptTileProducer<Traits>, ItemProducer<Traits>>;
+    conditional_t<Traits::kHasMaskBits, MaskTileProducer<Traits>, ItemProducer<Traits>>;
 
 CUTE_DEVICE void announce_all(auto&& announcer) {
   while (!announcer.done()) {
@@ -158,7 +158,7 @@ CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage
     return;
   }
   cutlass::arch::warpgroup_reg_dealloc<kLoader>();
-  if (widens<Traits>(segment)) return produce(params, smem, begin, end, gather);
+  if (dequantizes<Traits>(segment)) return produce(params, smem, begin, end, gather);
   if constexpr (!Traits::kSliced) {
     // Keys alone are rotated.
     using Gather = GatherLoader<Traits, RawTile<Traits, Operand::kK, typename Traits::ElementKv>,

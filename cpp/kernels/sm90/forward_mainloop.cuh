@@ -62,7 +62,7 @@ struct ForwardMainloop {
         // that it skips before it waits for the next Q.
         const Item& next = transition.next;
         if (item.skipped_last > 0 || !next.any() || next.idle) break;
-        Transition next_transition = pass_over(item, transition);
+        Transition next_transition = next_item_step(item, transition);
         item = transition.next;
         transition = next_transition;
       }
@@ -117,12 +117,12 @@ struct ForwardMainloop {
     if (skipped.this_tile()) {
       scores_without_pv(tSrQ, item, tile, meanwhile);
     } else {
-      operands.begin_products();  // K(t) has arrived, and it is this warpgroup's turn
+      operands.order_barrier_wait();  // K(t) has arrived, and it is this warpgroup's turn
       operands.issue_qk(tSrQ);
       scores.bias.issue(smem, operands.tSrS);
       operands.issue_pv();  // V(t - 1) has arrived
-      operands.release_inbox();
-      operands.end_products();
+      operands.release_p_mailbox();
+      operands.order_barrier_arrive();
       meanwhile();
       operands.template wait_for_s<true>();
       finish_scores(item, tile);
@@ -132,15 +132,15 @@ struct ForwardMainloop {
       softmax.after_o(operands.rows_of_o());
       operands.add_up(softmax, segment(item));
     }
-    if (!skipped.this_tile()) make_p(item, tile);
+    if (!skipped.this_tile()) exponentiate(item, tile);
   }
   // Tile t - 1 was skipped: there is no P V.
   CUTE_DEVICE void scores_without_pv(const auto& tSrQ, const Item& item, int tile,
                                      const auto& meanwhile) {
-    operands.begin_products();
+    operands.order_barrier_wait();
     operands.issue_qk(tSrQ);
     scores.bias.issue(smem, operands.tSrS);
-    operands.end_products();
+    operands.order_barrier_arrive();
     operands.skip_v();
     meanwhile();
     operands.template wait_for_s<false>();
@@ -165,30 +165,30 @@ struct ForwardMainloop {
     }
     tiles.begin_step();
     query(item).arrive(operands.q_read);
-    operands.begin_products();
+    operands.order_barrier_wait();
     operands.issue_qk(operands.q());
-    operands.end_products();
+    operands.order_barrier_arrive();
     scores = Scores<Traits>::of(at(item)(item.own.begin), smem);
     tiles.meanwhile(item, at(item));
     Transition transition;
     if (tiles.prepares_in_first_step(item)) transition = prepare_transition(item);
     operands.template wait_for_s<false>();
     finish_first_scores(item, first);
-    make_first_p(item);
+    exponentiate_first(item);
     return transition;
   }
 
   // Steps from one item to the next: S belongs to `next`, O to `last`, whose LSE and factors are
   // computed while the products run. Returns the transition after this one.
-  CUTE_DEVICE Transition pass_over(const Item& last, const Transition& transition) {
+  CUTE_DEVICE Transition next_item_step(const Item& last, const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) operands.skip_k();
     tiles.begin_step();
     query(next).arrive(operands.q_read);
-    operands.begin_products();
+    operands.order_barrier_wait();
     operands.issue_qk(operands.q());
     operands.issue_pv();
-    operands.end_products();
+    operands.order_barrier_arrive();
     typename Epilogue::Prepared ready = prepare_o(last, transition);
     scores = Scores<Traits>::of(at(next)(next.own.begin), smem);
     tiles.meanwhile(next, at(next));
@@ -198,11 +198,11 @@ struct ForwardMainloop {
     finish_first_scores(next, transition.next_first);
     operands.wait_for_o();
     operands.release_v();
-    if constexpr (Traits::kMakesPFirst) make_first_p(next);
+    if constexpr (Traits::kSoftmaxBeforeStore) exponentiate_first(next);
     for (int i = 0; i < next.skipped_first; ++i) operands.skip_v();
     store_o(last, ready);
     timer.start();
-    if constexpr (!Traits::kMakesPFirst) make_first_p(next);
+    if constexpr (!Traits::kSoftmaxBeforeStore) exponentiate_first(next);
     return next_transition;
   }
 
@@ -268,17 +268,17 @@ struct ForwardMainloop {
     operands.first_pv = GMMA::ScaleOut::Zero;
   }
 
-  CUTE_DEVICE void make_p(const Item& item, int tile) {
+  CUTE_DEVICE void exponentiate(const Item& item, int tile) {
     auto rows_of_o = operands.rows_of_o();
     auto mask = [&] { return tiles.mask(item, tile, at(item), operands.rows_of_s()); };
     softmax.update(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, rows_of_o,
                    segment(item), mask);
-    operands.share_p(softmax, segment(item), tiles.is_last(item, tile));
+    operands.exchange_p(softmax, segment(item), tiles.is_last(item, tile));
   }
-  CUTE_DEVICE void make_first_p(const Item& item) {
+  CUTE_DEVICE void exponentiate_first(const Item& item) {
     const int tile = tiles.first(item);
     softmax.make_first(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, segment(item));
-    operands.share_p(softmax, segment(item), tiles.is_last(item, tile));
+    operands.exchange_p(softmax, segment(item), tiles.is_last(item, tile));
   }
 
   CUTE_DEVICE typename Epilogue::Prepared prepare_o(const Item& item,
@@ -290,7 +290,7 @@ struct ForwardMainloop {
   CUTE_DEVICE void store_o(const Item& item, const typename Epilogue::Prepared& ready) {
     operands.finish_o();
     epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
-    operands.release_inbox();
+    operands.release_p_mailbox();
     // The first warpgroup's rows always exist.
     if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);
     release_item(item);

@@ -36,16 +36,16 @@ using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;
 // Conversions that a launch's run-time options select: K and V are dequantised; K and V are
 // dequantised and K is not rotated; K and V arrive as raw tiles or slices.
 template <class Traits>
-CUTE_HOST_DEVICE bool widens(const HopperSegment& params) {
+CUTE_HOST_DEVICE bool dequantizes(const HopperSegment& params) {
   return Traits::kWidens && size_of(params.kv_dtype) == 1;
 }
 template <class Traits>
-CUTE_HOST_DEVICE bool only_widens(const HopperSegment& params) {
-  return widens<Traits>(params) && params.position != Position::kRope;
+CUTE_HOST_DEVICE bool only_dequantizes(const HopperSegment& params) {
+  return dequantizes<Traits>(params) && params.position != Position::kRope;
 }
 template <class Traits>
 CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
-  return Traits::kConverts && (!Traits::kSliced || only_widens<Traits>(params));
+  return Traits::kConverts && (!Traits::kSliced || only_dequantizes<Traits>(params));
 }
 
 // A consumer warpgroup's fields of a work item in a launch of kSegments segments.

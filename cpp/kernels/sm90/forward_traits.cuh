@@ -52,7 +52,7 @@ struct ForwardTraits {
   // True if 8-bit operands are dequantised to this kernel's dtype.
   static constexpr bool kWidens =
       kConverts && (kVariant.q_dtype == DType::kFloat16 ||
-                    traits_of(kVariant.family).widening == Widening::kToQueries);
+                    traits_of(kVariant.family).dequantization == Dequantization::kToQueries);
   // True if queries may exceed the range of the products' dtype: a row that does not fit is scaled
   // by a power of two of its own (load_query.cuh).
   __host__ __device__ static constexpr bool narrows_query(DType q_dtype) {
@@ -74,19 +74,19 @@ struct ForwardTraits {
   // A warpgroup's registers hold 256 columns of O. With more, each CTA of a cluster computes some
   // of the columns of O, and S for some of the keys of a tile.
   static constexpr int kPartVo = kHeadVo <= 256 ? kHeadVo : 256;
-  static constexpr int kParts = kHeadVo / kPartVo;
-  static_assert(kHeadVo % kPartVo == 0 && kParts <= 2);
+  static constexpr int kClusterSize = kHeadVo / kPartVo;
+  static_assert(kHeadVo % kPartVo == 0 && kClusterSize <= 2);
 
   static constexpr int kTileM = kTile.m;
-  static constexpr int kItemTileN = kTile.n;       // keys of an item's tile
-  static constexpr int kTileN = kTile.n / kParts;  // of a CTA's part of S, and of buffers
+  static constexpr int kItemTileN = kTile.n;             // keys of an item's tile
+  static constexpr int kTileN = kTile.n / kClusterSize;  // of a CTA's part of S, and of buffers
   static constexpr int kStages = kTile.stages;
 
   // Whole tiles of K and V then have no room beside Q, nor have raw ones of more than 128 columns:
   // they arrive in slices, through one ring.
-  static constexpr bool kSliced = kParts > 1 || (kConverts && kHeadVo > 128);
+  static constexpr bool kSliced = kClusterSize > 1 || (kConverts && kHeadVo > 128);
   static constexpr int kSliceColumns = 128;
-  static constexpr int kSliceSlots = kParts == 1 ? 8 : kConverts ? 4 : 5;  // as many as fit
+  static constexpr int kSliceSlots = kClusterSize == 1 ? 8 : kConverts ? 4 : 5;  // as many as fit
   static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
@@ -115,7 +115,8 @@ struct ForwardTraits {
   // Most TMA boxes of a K or V tile, of 8 rows or more. Each lane finds one box's coordinates.
   static constexpr int kMaxBoxes = kTileN / 8;
 
-  // True if a producer warp announces the full and partial tiles of a custom mask (kept_tiles.cuh).
+  // True if a producer warp announces the full and partial tiles of a custom mask
+  // (mask_tile_pipeline.cuh).
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 
@@ -152,7 +153,7 @@ struct ForwardTraits {
 
   // True if an item's first P is computed before the previous item's O is stored, so that the store
   // delays no product. At head_dim 256 that costs more than it gains (measured: same page).
-  static constexpr bool kMakesPFirst = kPartVo <= 128;
+  static constexpr bool kSoftmaxBeforeStore = kPartVo <= 128;
 
   // The launch bounds divide the registers evenly; setmaxnreg moves the producers' to consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
@@ -160,7 +161,7 @@ struct ForwardTraits {
   static constexpr int kTakenRegisters = kTransposesV        ? 8
                                          : !kConverts        ? 0
                                          : !kSliced          ? 24
-                                         : kParts == 1       ? (kHasMaskBits ? 8 : 24)
+                                         : kClusterSize == 1 ? (kHasMaskBits ? 8 : 24)
                                          : kOptionsAtRunTime ? 8
                                          : kWidens           ? 16
                                                              : 24;
@@ -210,16 +211,16 @@ struct ForwardTraits {
 // This CTA's part of an item: its index, the first of its columns of O, and its keys of a tile of
 // S, in units of kTileN keys.
 template <class Traits>
-CUTE_DEVICE int own_part() {
-  return Traits::kParts == 1 ? 0 : static_cast<int>(blockIdx.x) % Traits::kParts;
+CUTE_DEVICE int cta_rank() {
+  return Traits::kClusterSize == 1 ? 0 : static_cast<int>(blockIdx.x) % Traits::kClusterSize;
 }
 template <class Traits>
 CUTE_DEVICE int first_column() {
-  return own_part<Traits>() * Traits::kPartVo;
+  return cta_rank<Traits>() * Traits::kPartVo;
 }
 template <class Traits>
 CUTE_DEVICE int own_tile(int tile) {
-  return tile * Traits::kParts + own_part<Traits>();
+  return tile * Traits::kClusterSize + cta_rank<Traits>();
 }
 
 }  // namespace preflash::sm90

@@ -29,7 +29,7 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
       }
     };
     this->item = tile.item;
-    if (widens<Traits>(this->segment())) {
+    if (dequantizes<Traits>(this->segment())) {
       dispatch_8_bits(this->segment().kv_dtype, convert);
     } else if constexpr (kOperand == Operand::kK) {
       convert(C<kTo>{});

@@ -62,7 +62,7 @@ struct GatherLoader {
     CUTE_UNROLL
     for (int i = 0; i < ceil_div(kWarpKeys, 32); ++i) {
       int row = i * 32 + lane_id();
-      if (Traits::kParts > 1) row += row / kWarpKeys * (Traits::kTileN - kWarpKeys);
+      if (Traits::kClusterSize > 1) row += row / kWarpKeys * (Traits::kTileN - kWarpKeys);
       int key = tile * Traits::kItemTileN + warp_row() + row;
       rows.slot[i] = find_slot_within(segment(), item, key);
     }
@@ -70,9 +70,9 @@ struct GatherLoader {
   }
   // Returns the slots of one part of a tile, whose index is in units of kTileN keys.
   CUTE_DEVICE static RowSlots rows_of_part(const RowSlots& rows, int part) {
-    static_assert(Traits::kParts * kWarpKeys <= 32);
+    static_assert(Traits::kClusterSize * kWarpKeys <= 32);
     const int lane = lane_id() + part * kWarpKeys;
-    return {rows.tile * Traits::kParts + part,
+    return {rows.tile * Traits::kClusterSize + part,
             {{__shfl_sync(0xffffffffu, rows.slot[0].page, lane),
               __shfl_sync(0xffffffffu, rows.slot[0].token, lane)}}};
   }

@@ -3,8 +3,8 @@
 // warpgroup dequantises or rotates them from there (RoPE).
 #pragma once
 
+#include "kernels/common/dequantize.cuh"
 #include "kernels/common/swizzle.cuh"
-#include "kernels/common/widen.cuh"
 #include "kernels/sm90/forward_convert.cuh"
 #include "kernels/sm90/load_slices.cuh"
 
@@ -76,9 +76,9 @@ struct RawRows {
     for (int pass = 0; pass < kPasses; ++pass) {
       const uint4& piece = stored[pass];
       *reinterpret_cast<uint4*>(tile + of_pass(low, pass)) =
-          widen<kFrom, kTo>(make_uint2(piece.x, piece.y));
+          dequantize<kFrom, kTo>(make_uint2(piece.x, piece.y));
       *reinterpret_cast<uint4*>(tile + of_pass(low ^ kPiece, pass)) =
-          widen<kFrom, kTo>(make_uint2(piece.z, piece.w));
+          dequantize<kFrom, kTo>(make_uint2(piece.z, piece.w));
     }
   }
 
@@ -97,7 +97,7 @@ struct RowWidener {
   Writer write;
   Rows rows;
 
-  CUTE_DEVICE void widen(DType stored_as) {
+  CUTE_DEVICE void dequantize(DType stored_as) {
     uint4 stored[Rows::kPasses];
     raw.full().wait(raw.next.phase());
     order_memory_accesses();
@@ -131,20 +131,20 @@ struct TileConverter {
 
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto&) {
     for_each_tile(tiles, state, std::identity{}, [&](int tile, bool is_first) {
-      if (only_widens<Traits>(segment)) {
-        widen(k);
+      if (only_dequantizes<Traits>(segment)) {
+        dequantize(k);
       } else {
         rotate(tile * Traits::kTileN);
       }
-      if (!is_first) widen(v);
+      if (!is_first) dequantize(v);
     });
-    widen(v);
+    dequantize(v);
   }
 
  private:
-  CUTE_DEVICE void widen(auto& operand) const {
+  CUTE_DEVICE void dequantize(auto& operand) const {
     if constexpr (Traits::kWidens) {
-      if (widens<Traits>(segment)) operand.widen(segment.kv_dtype);
+      if (dequantizes<Traits>(segment)) operand.dequantize(segment.kv_dtype);
     }
   }
   CUTE_DEVICE void rotate(int first_key) {
@@ -158,7 +158,7 @@ struct TileConverter {
                                   release(k.raw.empty());
                                 });
     };
-    if (widens<Traits>(segment)) {
+    if (dequantizes<Traits>(segment)) {
       dispatch_8_bits(segment.kv_dtype, rotate);
     } else {
       rotate(C<Traits::kVariant.kv_dtype>{});
@@ -186,7 +186,7 @@ struct SliceWidener {
   template <Operand kOperand>
   CUTE_DEVICE void copy(Tile, int, int, int num_slices) {
 #pragma unroll 1
-    for (int slice = 0; slice < num_slices; ++slice) slices.widen(params.kv_dtype);
+    for (int slice = 0; slice < num_slices; ++slice) slices.dequantize(params.kv_dtype);
   }
 };
 

@@ -21,7 +21,7 @@ struct KvSliceLoader : Copies {
     auto look_up = [&](int tile) { return this->find(item, tile); };
     for_each_tile(tiles, state, look_up, [&](const Tile& tile, bool is_first) {
       const int num_slices = slices_of_k<Traits>(this->segment());
-      Copies::template copy<Operand::kK>(tile, own_part<Traits>(), 0, num_slices);
+      Copies::template copy<Operand::kK>(tile, cta_rank<Traits>(), 0, num_slices);
       if (is_first) after_first();
       copy_v_before();
       before = tile;
@@ -37,8 +37,8 @@ struct KvSliceLoader : Copies {
   CUTE_DEVICE void copy_v_before() {
     if (!any_before) return;
 #pragma unroll 1
-    for (int i = 0; i < Traits::kParts; ++i) {
-      const int part = own_part<Traits>() ^ i;
+    for (int i = 0; i < Traits::kClusterSize; ++i) {
+      const int part = cta_rank<Traits>() ^ i;
       Copies::template copy<Operand::kV>(before, part, first_column<Traits>(), Traits::kSlicesV);
     }
   }

@@ -47,7 +47,7 @@ struct MaskTileReader {
     }
   }
   // True if the tile found last is full.
-  CUTE_DEVICE bool is_whole(int tile) const {
+  CUTE_DEVICE bool is_full(int tile) const {
     const int lane = (tile - first) / MaskTiles::kWordTiles;
     const std::uint32_t of_lane = __shfl_sync(0xffffffffu, word, lane);
     const int bit = tile % MaskTiles::kWordTiles * MaskTiles::kBits + 1;

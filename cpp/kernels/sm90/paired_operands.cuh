@@ -17,7 +17,7 @@ struct PairedOperands : SlicedOperands<Traits> {
   using typename Base::OperandP;
 
   static constexpr int kMessage = 32 * sizeof(OperandP) + 8 * sizeof(float4);  // bytes of a warp's
-  static_assert(32 * sizeof(OperandP) == sizeof(smem.o[0]), "an inbox holds the rows of a warp");
+  static_assert(32 * sizeof(OperandP) == sizeof(smem.o[0]), "a mailbox holds the rows of a warp");
 
   float other_sum[2];  // of this thread's rows, over the other CTA's keys
   std::uint32_t message_phase = 0;
@@ -33,12 +33,12 @@ struct PairedOperands : SlicedOperands<Traits> {
     this->release_slice();
     warpgroup_wait<0>();
     this->release_slice();
-    read_inbox(this->tOrP);
+    read_p_mailbox(this->tOrP);
     this->issue_pv_of(GMMA::ScaleOut::One);
   }
 
   // is_last: of the item.
-  CUTE_DEVICE void share_p(auto& softmax, const auto& segment, bool is_last) {
+  CUTE_DEVICE void exchange_p(auto& softmax, const auto& segment, bool is_last) {
     send_p(softmax, is_last);
     auto& full = smem.slice.pair.p.full[warp()];
     if (lane_id() == 0) full.arrive_and_expect_tx(kMessage);
@@ -50,10 +50,10 @@ struct PairedOperands : SlicedOperands<Traits> {
     other_sum[1] = rows.w;
     const float references[2] = {rows.x, rows.y};
     if (__any_sync(0xffffffffu, rows.x != softmax.reference[0] || rows.y != softmax.reference[1])) {
-      agree(softmax, references, segment.logits.scale_log2);
+      sync_row_max(softmax, references, segment.logits.scale_log2);
     }
   }
-  CUTE_DEVICE void release_inbox() {
+  CUTE_DEVICE void release_p_mailbox() {
     order_memory_accesses();
     __syncwarp();
     smem.slice.pair.p.empty[warp()].arrive(other_cta(), lane_id() == 0);
@@ -66,13 +66,15 @@ struct PairedOperands : SlicedOperands<Traits> {
 
  private:
   CUTE_DEVICE int warp() const { return this->warpgroup * kWarpgroupWarps + thread / 32; }
-  CUTE_DEVICE static unsigned other_cta() { return own_part<Traits>() ^ 1; }
+  CUTE_DEVICE static unsigned other_cta() { return cta_rank<Traits>() ^ 1; }
   // This lane's pieces of P, 32 apart.
-  CUTE_DEVICE uint4* inbox() const { return reinterpret_cast<uint4*>(smem.o[warp()]) + lane_id(); }
-  CUTE_DEVICE void read_inbox(OperandP& p) const {
+  CUTE_DEVICE uint4* p_mailbox() const {
+    return reinterpret_cast<uint4*>(smem.o[warp()]) + lane_id();
+  }
+  CUTE_DEVICE void read_p_mailbox(OperandP& p) const {
     Tensor pieces = recast<uint4>(p);
     CUTE_UNROLL
-    for (int i = 0; i < size(pieces); ++i) pieces(i) = inbox()[i * 32];
+    for (int i = 0; i < size(pieces); ++i) pieces(i) = p_mailbox()[i * 32];
   }
 
   // The sums count at an item's end alone.
@@ -90,7 +92,7 @@ struct PairedOperands : SlicedOperands<Traits> {
           "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(full)
           : "memory");
     };
-    const std::uint32_t place = in_other(inbox());
+    const std::uint32_t place = in_other(p_mailbox());
     Tensor pieces = recast<uint4>(this->tOrP);
     CUTE_UNROLL
     for (int i = 0; i < size(pieces); ++i) send(place + i * 32 * sizeof(uint4), pieces(i));
@@ -102,10 +104,10 @@ struct PairedOperands : SlicedOperands<Traits> {
     if (lane_id() % 4 == 0) send(in_other(&pair.rows[warp()][lane_id() / 4]), rows);
   }
   // Makes O, both parts of P, and their sums relative to the larger reference of each row.
-  CUTE_DEVICE void agree(auto& softmax, const float (&others)[2], float scale_log2) {
+  CUTE_DEVICE void sync_row_max(auto& softmax, const float (&others)[2], float scale_log2) {
     auto rows_of_o = this->rows_of_o();
     OperandP other;
-    read_inbox(other);
+    read_p_mailbox(other);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const float before = softmax.reference[r];
@@ -129,7 +131,7 @@ struct PairedOperands : SlicedOperands<Traits> {
     }
     Tensor pieces = recast<uint4>(other);
     CUTE_UNROLL
-    for (int i = 0; i < size(pieces); ++i) inbox()[i * 32] = pieces(i);
+    for (int i = 0; i < size(pieces); ++i) p_mailbox()[i * 32] = pieces(i);
   }
 };
 

@@ -78,19 +78,19 @@ struct NamedBarriers {
 };
 
 // A KV tile of which a custom mask keeps something, in one word of shared memory and one register.
-struct KeptTile {
-  enum Flags { kLast = 1, kWhole = 2 };
+struct MaskTile {
+  enum Flags { kLast = 1, kFull = 2 };
 
   int word = 0;
 
   CUTE_DEVICE int index() const { return word / 4; }
-  CUTE_DEVICE bool is_last() const { return word & kLast; }    // of its item
-  CUTE_DEVICE bool is_whole() const { return word & kWhole; }  // all rows keep all
+  CUTE_DEVICE bool is_last() const { return word & kLast; }  // of its item
+  CUTE_DEVICE bool is_full() const { return word & kFull; }  // all rows keep all
 };
 
 template <class Traits>
-struct KeptTiles {
-  KeptTile tiles[Traits::kTileSlots];
+struct MaskTileSlots {
+  MaskTile tiles[Traits::kTileSlots];
   Ring<Traits::kTileSlots, Barrier> ring;
 };
 
@@ -149,7 +149,8 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// A warp's inbox, in which it also stages O, takes P of the other CTA's keys (paired_operands.cuh).
+// A warp's mailbox, in which it also stages O, takes P of the other CTA's keys
+// (paired_operands.cuh).
 template <class Traits>
 struct PairState {
   // A lane of the warp and the message's bytes; one lane of the warp that received it.
@@ -159,7 +160,7 @@ struct PairState {
 template <class Traits>
 struct SliceState {
   Ring<Traits::kSliceSlots> ring;
-  conditional_t<(Traits::kParts > 1), PairState<Traits>, Nothing> pair;
+  conditional_t<(Traits::kClusterSize > 1), PairState<Traits>, Nothing> pair;
   conditional_t<Traits::kConverts, ConversionState<Traits>, Nothing> conversion;
 };
 
@@ -183,7 +184,7 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   TmaCoordinates boxes[3][Traits::kMaxBoxes];  // of what each loading warp is issuing
   Barriers<Traits::kQStages, Traits::kStages> barriers;
   conditional_t<Traits::kSliced, SliceState<Traits>, Nothing> slice;
-  conditional_t<Traits::kHasMaskBits, KeptTiles<Traits>, Nothing> kept;
+  conditional_t<Traits::kHasMaskBits, MaskTileSlots<Traits>, Nothing> kept;
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
 };
 

@@ -27,8 +27,8 @@ struct SlicedOperands : Accumulators<Traits> {
                              int warpgroup, int thread)
       : Base(smem, warpgroup, thread), num_k(slices_of_k<Traits>(params)) {}
 
-  CUTE_DEVICE static void begin_products() {}
-  CUTE_DEVICE static void end_products() {}
+  CUTE_DEVICE static void order_barrier_wait() {}
+  CUTE_DEVICE static void order_barrier_arrive() {}
 
   CUTE_DEVICE void issue_qk(const auto& tSrQ) {
     issue_qk_slice(tSrQ, 0, wait_for_slice());

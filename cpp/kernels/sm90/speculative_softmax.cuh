@@ -87,14 +87,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     return size_of(p_dtype) == 1 ? 0x1p24f : 0x1p27f;
   }
 
-  bool settled = false;  // every row of the warp has a reference
+  bool has_row_max = false;  // every row of the warp has a reference
 
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
   CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
     *this = {};
     float tile_max[kRows];
     maxima(scores, shift, tile_max);
-    settle(tile_max);
+    init_row_max(tile_max);
   }
   CUTE_DEVICE void make_first(const auto& scores, const auto& shift, auto& p, const auto& segment) {
     exponentiate(scores, shift, p, sum, segment.logits.scale_log2);
@@ -109,10 +109,10 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // mask: masks the tile, where kMasks.
   CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto& out,
                           const auto& segment, const auto&) {
-    if (!settled) {
+    if (!has_row_max) {
       float tile_max[kRows];
       maxima(scores, shift, tile_max);
-      settle(tile_max);
+      init_row_max(tile_max);
     }
     float tile_sum[kRows];
     speculate(scores, shift, p, tile_sum, out, segment);
@@ -224,14 +224,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
-  CUTE_DEVICE void settle(const float (&tile_max)[kRows]) {
+  CUTE_DEVICE void init_row_max(const float (&tile_max)[kRows]) {
     bool missing = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (reference[r] == -INFINITY) reference[r] = tile_max[r];
       missing |= reference[r] == -INFINITY;
     }
-    settled = !__any_sync(0xffffffffu, missing);
+    has_row_max = !__any_sync(0xffffffffu, missing);
   }
 };
 

@@ -1,8 +1,8 @@
 // The KV tiles of one item as every loading warp takes them, the last one first: TileStream is a
-// dense range, or the full and partial tiles of a custom mask (kept_tiles.cuh).
+// dense range, or the full and partial tiles of a custom mask (mask_tile_pipeline.cuh).
 #pragma once
 
-#include "kernels/sm90/kept_tiles.cuh"
+#include "kernels/sm90/mask_tile_pipeline.cuh"
 
 namespace preflash::sm90 {
 
@@ -26,13 +26,13 @@ struct DenseTileStream {
 
 // The tiles that are announced. Announces: what this warp itself announces (forward_load.cuh).
 template <class Traits, class Announces>
-struct KeptTileStream {
+struct MaskTileStream {
   SharedStorage<Traits>& smem;
   Announces& announces;
-  KeptTileReader<ProducerPipelineState<Traits::kTileSlots>> reader = {};
+  MaskTileConsumer<ProducerPipelineState<Traits::kTileSlots>> reader = {};
   bool is_last;  // the tile taken last
 
-  CUTE_DEVICE KeptTileStream(SharedStorage<Traits>& smem, Announces& announces)
+  CUTE_DEVICE MaskTileStream(SharedStorage<Traits>& smem, Announces& announces)
       : smem(smem), announces(announces) {}
 
   CUTE_DEVICE int first(const ItemState&) { return take(); }
@@ -41,14 +41,14 @@ struct KeptTileStream {
  private:
   CUTE_DEVICE int take() {
     announces.announce_tile();
-    KeptTile tile = reader.take(smem);
+    MaskTile tile = reader.take(smem);
     is_last = tile.is_last();
     return tile.index();
   }
 };
 
 template <class Traits, class Announces>
-using TileStream = conditional_t<Traits::kHasMaskBits, KeptTileStream<Traits, Announces>,
+using TileStream = conditional_t<Traits::kHasMaskBits, MaskTileStream<Traits, Announces>,
                                  DenseTileStream<Traits, Announces>>;
 
 // Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead.

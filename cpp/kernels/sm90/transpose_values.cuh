@@ -22,7 +22,7 @@ namespace preflash::sm90 {
 // NOTE: a matrix is stored to 8 rows, which must differ modulo 8 to lie in different banks: lanes
 // 0 to 15 (c < 4) give the first matrix an even dimension, the others an odd one.
 template <class Traits>
-struct ValueTurner {
+struct VTransposer {
   static constexpr int kPieceBytes = 16;
   static constexpr int kPieces = Traits::kHeadVo / kPieceBytes;  // of a key's row
   static constexpr int kAtOnce = 4;                              // so that reads overlap
@@ -33,7 +33,7 @@ struct ValueTurner {
   std::uint32_t target;         // of this lane's row of V^T, from the tile's begin on, its piece
   std::uint32_t first, second;  // byte selectors
 
-  CUTE_DEVICE ValueTurner(int warp, int lane) {
+  CUTE_DEVICE VTransposer(int warp, int lane) {
     const int matrix = lane / 8, c = lane % 8;
     const int row = 2 * c + ((c >= 4) != (matrix % 2 == 1));  // dimension of 16
     const int piece = 2 * warp + matrix / 2;                  // of 16 keys
@@ -44,7 +44,7 @@ struct ValueTurner {
   }
 
   // Calls read() when nothing is to be read any more.
-  CUTE_DEVICE void turn(std::uint32_t from, std::uint32_t to, const auto& read) const {
+  CUTE_DEVICE void transpose(std::uint32_t from, std::uint32_t to, const auto& read) const {
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; piece += kAtOnce) {
       std::uint32_t r[kAtOnce][4];
@@ -66,7 +66,7 @@ struct ValueTurner {
 // One warpgroup transposes all tiles of a CTA's items.
 template <class Traits>
 CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
-  const ValueTurner<Traits> turner(threadIdx.x % kWarpgroupThreads / 32, lane_id());
+  const VTransposer<Traits> transposer(threadIdx.x % kWarpgroupThreads / 32, lane_id());
   ItemReader<Traits> items{smem};
   ProducerPipelineState<Traits::kStages> next;  // of both rings
   while (const ItemState* state = items.wait()) {
@@ -77,11 +77,12 @@ CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
       const int stage = next.index();
       smem.raw_ring.full[stage].wait(next.phase());
       smem.barriers.v.empty[stage].wait(next.phase() ^ 1);
-      turner.turn(cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
-                  cast_smem_ptr_to_uint(smem.v + stage * Traits::kTileN * Traits::kHeadVo), [&] {
-                    __syncwarp();
-                    release(smem.raw_ring.empty[stage]);
-                  });
+      transposer.transpose(
+          cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
+          cast_smem_ptr_to_uint(smem.v + stage * Traits::kTileN * Traits::kHeadVo), [&] {
+            __syncwarp();
+            release(smem.raw_ring.empty[stage]);
+          });
       // NOTE: stmatrix writes through the generic proxy and wgmma reads through the async one.
       cutlass::arch::fence_view_async_shared();
       __syncwarp();

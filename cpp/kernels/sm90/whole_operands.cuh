@@ -2,13 +2,13 @@
 // and its accumulators. SlicedOperands (sliced_operands.cuh) and EightBitOperands
 // (eight_bit_operands.cuh) have the same hooks:
 //
-//   begin_products(), end_products()   between them the products are issued
+//   order_barrier_wait(), order_barrier_arrive()   between them the products are issued
 //   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands have arrived
 //   wait_for_s(), wait_for_o()         the products that come before so many later ones
 //   add_up(), prepare_o(), finish_o()  where O is added up
-//   share_p(), release_inbox()         P is made; nothing reads the other CTA's P, nor staged O
-//   release_*()                        the operand's buffer may be filled again
-//   skip_k(), skip_v()                 of a tile that other warpgroups compute
+//   exchange_p(), release_p_mailbox()         P is made; nothing reads the other CTA's P, nor
+//   staged O release_*()                        the operand's buffer may be filled again skip_k(),
+//   skip_v()                 of a tile that other warpgroups compute
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -62,8 +62,8 @@ struct Accumulators {
   // Hooks at an item's end: its last references are final; all of O is complete.
   CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
   CUTE_DEVICE static void finish_o() {}
-  CUTE_DEVICE static void share_p(const auto&, const auto&, bool) {}
-  CUTE_DEVICE static void release_inbox() {}
+  CUTE_DEVICE static void exchange_p(const auto&, const auto&, bool) {}
+  CUTE_DEVICE static void release_p_mailbox() {}
 };
 
 template <class Traits>
@@ -94,14 +94,14 @@ struct WholeOperands : Accumulators<Traits> {
       : Base(smem, warpgroup, thread) {
     if (warpgroup == Traits::kConsumers - 1) end_turn();
   }
-  CUTE_DEVICE void begin_products() {
+  CUTE_DEVICE void order_barrier_wait() {
     in_turn = true;
     smem.barriers.k.full[k_read.index()].wait(k_read.phase());
     if constexpr (kTakesTurns) {
       cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, NamedBarriers::kOrder + warpgroup);
     }
   }
-  CUTE_DEVICE void end_products() {
+  CUTE_DEVICE void order_barrier_arrive() {
     if (!kTurnEndsWithO) end_turn();
   }
   CUTE_DEVICE void end_turn() {
@@ -144,7 +144,7 @@ struct WholeOperands : Accumulators<Traits> {
     v_read.advance();
   }
   CUTE_DEVICE void skip_k() {
-    begin_products();
+    order_barrier_wait();
     end_turn();
     release_k();
   }

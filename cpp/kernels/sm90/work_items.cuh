@@ -11,7 +11,7 @@ namespace preflash::sm90 {
 // A CTA's items. The CTAs of a cluster share a list.
 template <class Traits>
 CUTE_DEVICE int2 items_of_cta(const auto& params) {
-  int list = static_cast<int>(blockIdx.x) / Traits::kParts;
+  int list = static_cast<int>(blockIdx.x) / Traits::kClusterSize;
   if (params.cta_begin == nullptr) return {list, list + 1};
   return {__ldg(params.cta_begin + list), __ldg(params.cta_begin + list + 1)};
 }
@@ -68,7 +68,7 @@ struct ItemProducer {
   CUTE_DEVICE void announce_item() {
     announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
   }
-  // Tiles are announced only with mask bits (KeptTileProducer).
+  // Tiles are announced only with mask bits (MaskTileProducer).
   CUTE_DEVICE static constexpr bool has_tile() { return false; }
   CUTE_DEVICE static constexpr void announce_tile() {}
 
@@ -105,7 +105,7 @@ struct ItemProducer {
       state.tiles = tiles;
       state.keys = keys_of_item(segment, item, request);
       state.num_rows = num_rows;
-      note_record(state, record() - Traits::kParts);
+      note_record(state, record() - Traits::kClusterSize);
 #pragma unroll 1
       for (int w = 0; w < Traits::kConsumers; ++w) {
         state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(segment, state, w);
@@ -119,7 +119,7 @@ struct ItemProducer {
 
  private:
   // Index of the record of the item at `index`: each CTA that shares the item has its own record.
-  CUTE_DEVICE int record() const { return index * Traits::kParts + own_part<Traits>(); }
+  CUTE_DEVICE int record() const { return index * Traits::kClusterSize + cta_rank<Traits>(); }
 };
 
 // A loading warp reads the CTA's items through this.

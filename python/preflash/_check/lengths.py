@@ -101,14 +101,14 @@ def batch_of(
     last_page_len: torch.Tensor | None = None,
     *,
     page_size: int,
-    are_bounds: bool = False,
+    lengths_are_upper_bounds: bool = False,
 ) -> _core.Batch:
     """Makes a Batch of contiguous int32 CPU arrays. Ragged: page_size 0 and no last_page_len."""
     last = 0 if last_page_len is None else last_page_len.data_ptr()
     arrays = _core.BatchArrays(
         qo_indptr.data_ptr(), kv_indptr.data_ptr(), last, qo_indptr.numel() - 1
     )
-    return _core.Batch(arrays, page_size, are_bounds)
+    return _core.Batch(arrays, page_size, lengths_are_upper_bounds)
 
 
 def _attach_page_indices(
@@ -244,7 +244,7 @@ def check_hints(a: BatchArguments, request: Request) -> None:
     batch, device, options = request.batch, request.device, request.options
     if a.seq_lens_q is not None:
         _check_lengths("seq_lens_q", a.seq_lens_q, batch, device)
-    if a.seq_lens is not None and not batch.kv_are_bounds:
+    if a.seq_lens is not None and not batch.kv_lengths_are_upper_bounds:
         _check_lengths("seq_lens", a.seq_lens, batch, device)
     if a.max_token_per_sequence is not None:
         _check_longest("max_token_per_sequence", a.max_token_per_sequence, batch.max_qo_len)

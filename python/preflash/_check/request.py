@@ -49,12 +49,12 @@ class Request(NamedTuple):
     @property
     def qo_tokens(self) -> int:
         """Minimum rows of q; the q of a run may have more."""
-        return 0 if self.batch.are_bounds else self.batch.qo_end
+        return 0 if self.batch.lengths_are_upper_bounds else self.batch.qo_end
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of k and v in use, for ragged K and V."""
-        return 0 if self.batch.are_bounds else self.batch.kv_end
+        return 0 if self.batch.lengths_are_upper_bounds else self.batch.kv_end
 
     @property
     def page_size(self) -> int:

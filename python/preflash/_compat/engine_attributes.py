@@ -285,7 +285,7 @@ class EngineAttributes:
 
     _float_workspace_buffer = told(operator.attrgetter("_plan.workspace.float_tensor"))
     # The work list, which plan() allocates.
-    _int_workspace_buffer = told(of_plan("primary.place.buffer.tensor"))
+    _int_workspace_buffer = told(of_plan("primary.plan_buffer.buffer.tensor"))
     # The staging memory is not a tensor.
     _pin_memory_int_workspace_buffer = told(lambda wrapper: None)
 

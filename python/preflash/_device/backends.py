@@ -53,10 +53,10 @@ class Backend:
         refusal = self.refusal(decode.device)
         return refusal or _core.find_joint_error(self.family, prefill.options, decode.options)
 
-    def faster_apart(self, prefill: Request, decode: Request) -> bool:
+    def prefer_two_launches(self, prefill: Request, decode: Request) -> bool:
         """True if one launch for both is expected to take more time than two."""
         sides = ((side.options, side.batch) for side in (prefill, decode))
-        return _core.faster_apart(self.family, *sides)
+        return _core.prefer_two_launches(self.family, *sides)
 
     def plan(self, float_bytes: int, *requests: Request) -> _core.Plan:
         """The plan of one launch for one request, or for two. Raises everything that a public

@@ -218,5 +218,7 @@ def bounds(lengths: FmhaLengths, operands: Operands) -> tuple[_core.Batch, PageL
         page_list = PageList(pages, on_device=pages, largest=None)
         in_last = lengths.max_kv_len - (units - 1) * lengths.page_size if units > 0 else 1
         last = torch.full((lengths.batch_size,), in_last, dtype=torch.int32, device="cpu")
-    batch = batch_of(qo_indptr, kv_indptr, last, page_size=lengths.page_size, are_bounds=True)
+    batch = batch_of(
+        qo_indptr, kv_indptr, last, page_size=lengths.page_size, lengths_are_upper_bounds=True
+    )
     return batch, page_list

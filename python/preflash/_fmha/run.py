@@ -135,7 +135,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
         lengths.qo_indptr.data_ptr(), kv_begin, lengths.kv_lens.data_ptr(), pages_each
     )
     rows, stream = operands.q.shape[0], device_stream.stream()
-    variant.place.set_lengths(on_device, rows, extent, stream)
+    variant.plan_buffer.set_lengths(on_device, rows, extent, stream)
     was_shared = variant.shared
     result = _attend(call, lengths, variant)
     if variant.shared and not was_shared:  # with a CUDA graph

@@ -2,7 +2,7 @@
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
 plan    Request -> PlannedVariant        here, by a backend of _device.backends
-place   its work list gets memory        _core.PlannedVariant.place_in(), from _core.Workspace
+place   its work list gets memory        _core.PlannedVariant.allocate_in(), from _core.Workspace
 bind    shapes and strides -> launch     _core.PlannedVariant asks _run.variant, _check.tensors
 run     addresses -> result              _core.PlannedVariant
 
@@ -93,7 +93,7 @@ def made(
 ) -> _core.PlannedVariant:
     """Plans, places and uploads."""
     variant = plan(workspace, backend, *requests)
-    variant.place_in(workspace)
+    variant.allocate_in(workspace)
     upload(workspace, (variant,))
     return variant
 

@@ -182,7 +182,7 @@ class PodPlanCache:
         if joined:
             self._decode._graph.check_kv_lens(decode.kv_lens)
         for _, pod_plan in joined:
-            pod_plan.launch.place.check_captured(1, decode.batch, decode.largest_page)
+            pod_plan.launch.plan_buffer.check_captured(1, decode.batch, decode.largest_page)
         for key, pod_plan in joined:
             sides, backend = _both_sides(pod_plan, decode), pod_plan.launch.backend
             found.append((key, pod_plan, pipeline.plan(pod_plan.workspace, backend, *sides)))
@@ -194,7 +194,7 @@ class PodPlanCache:
         self, drafts: list[tuple[Hashable, PodPlan, _core.PlannedVariant]], decode: Plan
     ) -> None:
         for key, pod_plan, launch in drafts:
-            launch.place_in(pod_plan.workspace, pod_plan.launch.place)
+            launch.allocate_in(pod_plan.workspace, pod_plan.launch.plan_buffer)
             pipeline.upload(pod_plan.workspace, (launch,))
             as_planned = pod_plan.decode_options == decode.request.options
             pod_plan = pod_plan._replace(of=decode if as_planned else None, launch=launch)
@@ -211,7 +211,11 @@ class PodPlanCache:
         apart = _forced_apart or decode.request.options.disable_split
         apart = apart or any(side.batch.max_qo_len == 0 for side in sides)
         backend = backends.choose(name, prefill.device, *(side.options for side in sides))
-        if not apart and backend.separates(*sides) is None and not backend.faster_apart(*sides):
+        if (
+            not apart
+            and backend.separates(*sides) is None
+            and not backend.prefer_two_launches(*sides)
+        ):
             return pipeline.made(workspace, backend, *sides)
         with error_context(SIDES[0]):
             variant = pipeline.made(workspace, name, prefill._replace(graph_rows=0))

@@ -43,7 +43,7 @@ from .._wrap import traced
 from . import graph as _graph
 from .graph import GraphMode
 from .options import check_announced, told_before, with_forward
-from .plan import CapturedPlaces, Plan
+from .plan import CapturedBuffers, Plan
 
 # Placeholder skip factor of a plan; run() passes the real one, which counts unless it is 0 in
 # float32.
@@ -292,7 +292,7 @@ class BatchPrefillWrapper(EngineAttributes):
         self,
         workspace: _core.Workspace,
         variant: _core.PlannedVariant,
-        captured: CapturedPlaces,
+        captured: CapturedBuffers,
     ) -> None:
         """Places the plan where a CUDA graph captured it, else in memory that no graph reads."""
         where = None
@@ -301,7 +301,7 @@ class BatchPrefillWrapper(EngineAttributes):
             where = next((place for other, place in captured if other == options), None)
             if where is None:
                 workspace = workspace.beside()
-        variant.place_in(workspace, where)
+        variant.allocate_in(workspace, where)
         if self._graph is not None and _core.debugging():
             check_buffers = self._graph.check_buffers
             variant.before_run = functools.partial(check_buffers, variant.request.batch)

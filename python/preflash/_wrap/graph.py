@@ -21,7 +21,7 @@ from .._device.workspace import check_apart
 from .._plan import pipeline
 from .._plan.masks import OVERREAD, MaskSource
 from .._plan.pipeline import ArrayCopy
-from .plan import CapturedPlaces, Plan
+from .plan import CapturedBuffers, Plan
 
 # Work lists that options first asked for during a capture may take; memory that is allocated then
 # belongs to the graph, which reuses it.
@@ -48,9 +48,9 @@ class GraphBuffers(NamedTuple):
     def batch_size(self) -> int:
         return self.qo_indptr.numel() - 1
 
-    def held(self) -> _core.HeldMemory:
+    def held(self) -> _core.PinnedAddresses:
         """Graphs hold the addresses of this memory, so that it has to stay as it is now."""
-        held = _core.HeldMemory(
+        held = _core.PinnedAddresses(
             check.TORCH,
             since="the constructor",
             way_out="CUDA graphs hold its address: construct another wrapper",
@@ -170,7 +170,7 @@ class GraphMode:
                 "requests, or use another wrapper"
             )
 
-    def check_captured(self, captured: CapturedPlaces, request: Request) -> None:
+    def check_captured(self, captured: CapturedBuffers, request: Request) -> None:
         """Raises ValueError if a captured run could not go on with the request's batch."""
         self.check_kv_lens(request.kv_lens)
         for options, place in captured:
@@ -279,8 +279,8 @@ class GraphMode:
         self, workspace: _core.Workspace, variant: _core.PlannedVariant
     ) -> None:
         """Places a plan and uploads it outside of the capture, while the host waits."""
-        where = workspace.place(self._take_reserved(variant.plan.int_bytes))
-        variant.place_in(workspace, where)
+        where = workspace.plan_buffer(self._take_reserved(variant.plan.int_bytes))
+        variant.allocate_in(workspace, where)
         stream = self._device_stream.stream()
         where.arrive_before(stream)  # waits: the reserve is unused from then on
         with torch.cuda.stream(self._stream_beside_captures()):

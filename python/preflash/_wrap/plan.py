@@ -14,7 +14,7 @@ _VARIANTS_KEPT = 8
 # Variants of one batch, by the options that they serve.
 Variants = dict[_core.AttentionOptions, _core.PlannedVariant]
 # The places of work lists that CUDA graphs have captured, each with the options of its variant.
-CapturedPlaces = tuple[tuple[_core.AttentionOptions, _core.Place], ...]
+CapturedBuffers = tuple[tuple[_core.AttentionOptions, _core.PlanBuffer], ...]
 
 
 class Plan(NamedTuple):
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     # With use_cuda_graph=True: the maximum query rows of any plan, set by the first one, and the
     # places of captured work lists.
     graph_rows: int = 0
-    captured: CapturedPlaces = ()
+    captured: CapturedBuffers = ()
     # The options of the last forward(), until a run() shows that the caller does not forward().
     last_forward: Mapping[str, Any] | None = None
 
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
             self.windows.clear()
         self.windows[window_left] = variant
 
-    def dropped(self, captured: CapturedPlaces) -> Plan:
+    def dropped(self, captured: CapturedBuffers) -> Plan:
         """This plan without its variants, for the next plan() to overwrite their memory."""
         return Plan(
             self.workspace, None, None, None, {}, {}, self.shared, self.graph_rows, captured,
@@ -86,13 +86,18 @@ class Plan(NamedTuple):
         if self.primary is None or not (self.primary.shared or self.others):
             return self.shared
         # A copied wrapper keeps what it shares by itself.
-        replayed = (variant for variant in self.variants() if variant.place.is_captured)
+        replayed = (variant for variant in self.variants() if variant.plan_buffer.is_captured)
         return (*self.shared, *replayed)
 
-    def captured_so_far(self) -> CapturedPlaces:
-        """Places that CUDA graphs have captured, under this plan and earlier ones."""
-        known = [place for _, place in self.captured]
-        new = [v for v in self.variants() if v.place not in known and v.place.is_captured]
+    def captured_so_far(self) -> CapturedBuffers:
+        """Buffers that CUDA graphs have captured, under this plan and earlier ones."""
+        known = [buffer for _, buffer in self.captured]
+        new = [
+            v for v in self.variants() if v.plan_buffer not in known and v.plan_buffer.is_captured
+        ]
         if not new:
             return self.captured
-        return (*self.captured, *((variant.request.options, variant.place) for variant in new))
+        return (
+            *self.captured,
+            *((variant.request.options, variant.plan_buffer) for variant in new),
+        )

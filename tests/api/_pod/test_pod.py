@@ -170,11 +170,11 @@ def test_two_launches_where_those_are_faster(target, monkeypatch):
     both = built((PREFILL, DECODE), target)
     asked = []
 
-    def faster_apart(self, *sides):
+    def prefer_two_launches(self, *sides):
         asked.extend(sides)
         return len(asked) == 2
 
-    monkeypatch.setattr(backends.Backend, "faster_apart", faster_apart)
+    monkeypatch.setattr(backends.Backend, "prefer_two_launches", prefer_two_launches)
     for launches in (2, 1):
         wrapper = made(target, both[1].case)
         plan(wrapper, both[1])

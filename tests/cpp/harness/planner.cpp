@@ -109,7 +109,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   }
   problem.mask = given.take("custom_mask", mask_indptr.has_value()) ? Mask::kCustom : Mask::kBounds;
   problem.page_size = given.take("page_size", 0);
-  problem.are_bounds = given.take("are_bounds", false);
+  problem.lengths_are_upper_bounds = given.take("lengths_are_upper_bounds", false);
   problem.num_qo_heads = given.take("num_qo_heads", 1);
   problem.num_kv_heads = given.take("num_kv_heads", 1);
   problem.head_dim_qk = given.take("head_dim_qk", 128);

@@ -16,7 +16,7 @@ namespace preflash {
 [[noreturn]] void refuse_arguments();
 
 // Arguments of one segment. All of these objects live for the duration of the call.
-struct GivenSegment {
+struct SegmentInputs {
   // q, kv (a cache that holds both, or a pair), scales (of the logits, of the output), outputs
   // (out or None, lse or None, return_lse, lse_base, lse_layout), and memory: None, a RunMemory, or
   // a tuple of per-head tensors, None where absent (kHeadTensors).
@@ -36,19 +36,19 @@ struct GivenSegment {
   pybind11::object pair;              // holds k and v
 
   // Throws pybind11's type_error for any other tuple.
-  explicit GivenSegment(PyObject* const* arguments);
+  explicit SegmentInputs(PyObject* const* arguments);
 
   bool wants_lse() const { return return_lse || lse != nullptr; }
 };
 
 // The current addresses of a segment's tensors, and what they look like.
-struct SeenSegment {
+struct TensorDescs {
   SegmentFacts facts;
   Address q = 0, k = 0, v = 0, out = 0, lse = 0;
   std::array<Address, SegmentFacts::kHeadTensorCount> heads = {};
 
   // Throws what torch raises for values that are no ordinary tensors.
-  SeenSegment(const Torch& torch, const GivenSegment& given);
+  TensorDescs(const Torch& torch, const SegmentInputs& given);
   void see_lse(const Torch& torch, PyObject* tensor);
   // True if the lse has elements but no memory.
   bool lse_is_unbacked() const;

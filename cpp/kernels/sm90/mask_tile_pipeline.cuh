@@ -9,7 +9,7 @@ namespace preflash::sm90 {
 
 // One warp announces items and their tiles: all tiles of an item before the next item.
 template <class Traits>
-struct KeptTileProducer : ItemProducer<Traits> {
+struct MaskTileProducer : ItemProducer<Traits> {
   ProducerPipelineState<Traits::kTileSlots> tile_write = {};
   MaskTileReader reader = {};  // of the item announced last
   int next = -1;  // its tile to announce next; before reader.tiles.begin: there is none
@@ -27,9 +27,9 @@ struct KeptTileProducer : ItemProducer<Traits> {
 
   CUTE_DEVICE void announce_tile() {
     auto& kept = this->smem.kept;
-    int word = next * 4 | (reader.is_whole(next) ? KeptTile::kWhole : 0);
+    int word = next * 4 | (reader.is_full(next) ? MaskTile::kFull : 0);
     next = reader.last_kept_before(next);
-    if (!has_tile()) word |= KeptTile::kLast;
+    if (!has_tile()) word |= MaskTile::kLast;
     int slot = tile_write.index();
     kept.ring.empty[slot].wait(tile_write.phase() ^ 1);
     if (elect_one_sync()) {
@@ -43,16 +43,16 @@ struct KeptTileProducer : ItemProducer<Traits> {
 };
 
 template <class PipelineState>
-struct KeptTileReader {
+struct MaskTileConsumer {
   PipelineState read = {};
 
   // Waits for the next tile.
   template <class Traits>
-  CUTE_DEVICE KeptTile take(SharedStorage<Traits>& smem) {
+  CUTE_DEVICE MaskTile take(SharedStorage<Traits>& smem) {
     int slot = read.index();
     smem.kept.ring.full[slot].wait(read.phase());
     order_memory_accesses();
-    KeptTile kept{warp_uniform(smem.kept.tiles[slot].word)};
+    MaskTile kept{warp_uniform(smem.kept.tiles[slot].word)};
     // NOTE: lane 0 releases the slot after every lane's read: a shuffle orders no memory accesses,
     // __syncwarp() does.
     __syncwarp();

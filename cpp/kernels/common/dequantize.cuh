@@ -85,7 +85,7 @@ PREFLASH_HD constexpr std::uint32_t spread_bytes(std::uint32_t four, int i) {
 // biases also normalises what was subnormal. Special values get the exponent of all ones and keep
 // their fraction, which distinguishes them.
 template <DType kFrom, DType kTo>
-PREFLASH_HD FourElements widen_by_bits(std::uint32_t four) {
+PREFLASH_HD FourElements dequantize_by_bits(std::uint32_t four) {
   using To = Pair<kTo>;
   constexpr Fp8Format kFormat = Fp8Format::of(kFrom);
   constexpr int kMoreBits = To::kExponentBits - kFormat.exponent_bits;
@@ -113,7 +113,7 @@ PREFLASH_HD FourElements widen_by_bits(std::uint32_t four) {
 
 // Four elements of 8 bits, the first in the lowest byte.
 template <DType kFrom, DType kTo>
-PREFLASH_HD FourElements widen(std::uint32_t four) {
+PREFLASH_HD FourElements dequantize(std::uint32_t four) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   constexpr auto kInterpretation = kFrom == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   FourElements result;
@@ -130,14 +130,14 @@ PREFLASH_HD FourElements widen(std::uint32_t four) {
   }
   return result;
 #else
-  return widen_by_bits<kFrom, kTo>(four);
+  return dequantize_by_bits<kFrom, kTo>(four);
 #endif
 }
 // Eight elements of 8 bits.
 template <DType kFrom, DType kTo>
-PREFLASH_HD uint4 widen(uint2 eight) {
-  FourElements low = widen<kFrom, kTo>(eight.x);
-  FourElements high = widen<kFrom, kTo>(eight.y);
+PREFLASH_HD uint4 dequantize(uint2 eight) {
+  FourElements low = dequantize<kFrom, kTo>(eight.x);
+  FourElements high = dequantize<kFrom, kTo>(eight.y);
   return {low.pair[0], low.pair[1], high.pair[0], high.pair[1]};
 }
 

@@ -1,4 +1,4 @@
-#include "core/side_by_side.h"
+#include "core/pod_cost.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -47,8 +47,8 @@ std::int64_t query_rows(const PlanRequest& request) {
 
 }  // namespace
 
-bool faster_apart(const FamilyTraits& family, const PlanRequest& prefill,
-                  const PlanRequest& decode) {
+bool prefer_two_launches(const FamilyTraits& family, const PlanRequest& prefill,
+                         const PlanRequest& decode) {
   if (family.flops_per_byte == 0) return false;
   const double of_prefill = time_alone(prefill, family.flops_per_byte);
   const double of_decode = time_alone(decode, family.flops_per_byte);

@@ -1,4 +1,4 @@
-#include "bindings/given_segment.h"
+#include "bindings/segment_inputs.h"
 
 #include <algorithm>
 #include <iterator>
@@ -44,7 +44,7 @@ void refuse_arguments() {
   throw py::type_error("a run takes q, kv, scales, outputs and memory of each segment");
 }
 
-GivenSegment::GivenSegment(PyObject* const* arguments) : q(arguments[0]) {
+SegmentInputs::SegmentInputs(PyObject* const* arguments) : q(arguments[0]) {
   PyObject* const kv = arguments[1];
   if (PyTuple_Check(kv) || PyList_Check(kv)) {
     pair = py::reinterpret_steal<py::object>(PySequence_Tuple(kv));
@@ -71,7 +71,7 @@ GivenSegment::GivenSegment(PyObject* const* arguments) : q(arguments[0]) {
   }
 }
 
-SeenSegment::SeenSegment(const Torch& torch, const GivenSegment& given) {
+TensorDescs::TensorDescs(const Torch& torch, const SegmentInputs& given) {
   const auto see = [&](PyObject* tensor, TensorFacts* facts) {
     const SeenTensor seen = torch.see(tensor);
     *facts = seen.facts;
@@ -89,20 +89,20 @@ SeenSegment::SeenSegment(const Torch& torch, const GivenSegment& given) {
   }
 }
 
-void SeenSegment::add_heads(RunExtras* extras) const {
+void TensorDescs::add_heads(RunExtras* extras) const {
   static_assert(std::size(kHeadTensors) == SegmentFacts::kHeadTensorCount);
   for (std::size_t i = 0; i < heads.size(); ++i) {
     if (heads[i] != 0) extras->*kHeadTensors[i].address = pointer<const float>(heads[i]);
   }
 }
 
-void SeenSegment::see_lse(const Torch& torch, PyObject* tensor) {
+void TensorDescs::see_lse(const Torch& torch, PyObject* tensor) {
   const SeenTensor seen = torch.see(tensor);
   facts.lse = seen.facts;
   lse = seen.address;
 }
 
-bool SeenSegment::lse_is_unbacked() const {
+bool TensorDescs::lse_is_unbacked() const {
   const auto empty = [](const TensorFacts& tensor) {
     return std::ranges::count(tensor.shape.begin(), tensor.shape.begin() + tensor.ndim, 0) > 0;
   };

@@ -42,7 +42,7 @@ def apart(prefill, decode, family=FAMILIES.sm80, causal=True, **changes):
     """prefill: requests and tokens; decode: requests and keys."""
     count, tokens = prefill
     requests, keys = decode
-    return _core.faster_apart(
+    return _core.prefer_two_launches(
         family,
         (options(causal, **changes), batch(count, tokens, tokens)),
         (options(False), batch(requests, 1, keys)),
@@ -92,8 +92,8 @@ def test_a_prefill_that_leaves_sms_idle():
     for tokens, expected in ((400, True), (800, False)):
         chunk = batch(1, tokens, tokens + 5000)
         sides = (options(True), chunk), (options(False), few)
-        assert _core.faster_apart(FAMILIES.sm90, *sides) is expected
-        assert not _core.faster_apart(FAMILIES.sm80, *sides)
+        assert _core.prefer_two_launches(FAMILIES.sm90, *sides) is expected
+        assert not _core.prefer_two_launches(FAMILIES.sm80, *sides)
 
 
 def test_little_work_is_one_launch():
@@ -120,7 +120,7 @@ def test_requests_without_tokens_or_keys_count_nothing():
     alone = batch(1, 8192, 8192)
     for keys in (1024, 8192):
         results = [
-            _core.faster_apart(
+            _core.prefer_two_launches(
                 FAMILIES.sm80, (options(True), one), (options(False), batch(32, 1, keys))
             )
             for one in (prefill, alone)

@@ -17,10 +17,10 @@
 namespace preflash {
 
 // Memory for the work list of one plan at a time.
-class Place : public DevicePlan {
+class PlanBuffer : public DevicePlan {
  public:
-  Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
-        std::shared_ptr<Buffer> buffer);
+  PlanBuffer(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
+             std::shared_ptr<Buffer> buffer);
 
   // Records that a CUDA graph captured a run: later plans are written where the graph reads them.
   void note_capture(const PerSegment<RunTensors>& tensors, const pybind11::object& partials);
@@ -36,7 +36,7 @@ class Place : public DevicePlan {
   const std::shared_ptr<Buffer> buffer;
 
   // Tensors whose addresses graphs hold; null: no graph has captured a run.
-  std::shared_ptr<HeldMemory> held() const {
+  std::shared_ptr<PinnedAddresses> held() const {
     const std::lock_guard lock(guard_);
     return held_;
   }
@@ -44,7 +44,7 @@ class Place : public DevicePlan {
  private:
   mutable Guard guard_;  // guards captured_ and held_
   std::optional<PerSegment<Captured>> captured_;
-  std::shared_ptr<HeldMemory> held_;
+  std::shared_ptr<PinnedAddresses> held_;
 };
 
 }  // namespace preflash

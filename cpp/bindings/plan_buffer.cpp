@@ -1,4 +1,4 @@
-#include "bindings/place.h"
+#include "bindings/plan_buffer.h"
 
 #include <utility>
 
@@ -6,23 +6,23 @@ namespace preflash {
 
 namespace py = pybind11;
 
-Place::Place(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
-             std::shared_ptr<Buffer> of)
+PlanBuffer::PlanBuffer(std::shared_ptr<const Uploader> uploader, std::shared_ptr<const Torch> torch,
+                       std::shared_ptr<Buffer> of)
     : DevicePlan(std::move(uploader), pointer<void>(torch->address_of(of->tensor().ptr())),
                  of->bytes()),
       torch(std::move(torch)),
       buffer(std::move(of)) {}
 
-void Place::check_captured(int segment, const Batch& batch, std::int64_t largest_page) const {
+void PlanBuffer::check_captured(int segment, const Batch& batch, std::int64_t largest_page) const {
   if (const auto tensors = held()) tensors->check();
   const std::lock_guard lock(guard_);
   if (captured_) (*captured_)[segment].check(batch, largest_page);
 }
 
-void Place::note_capture(const PerSegment<RunTensors>& tensors, const py::object& partials) {
+void PlanBuffer::note_capture(const PerSegment<RunTensors>& tensors, const py::object& partials) {
   auto held =
-      std::make_shared<HeldMemory>(torch, "a CUDA graph has captured a run()",
-                                   "the graph holds its address: construct another wrapper");
+      std::make_shared<PinnedAddresses>(torch, "a CUDA graph has captured a run()",
+                                        "the graph holds its address: construct another wrapper");
   held->hold("int_workspace_buffer", buffer->tensor(),
              {.address = reinterpret_cast<Address>(memory()), .bytes = buffer->bytes()});
   if (!partials.is_none()) {
