@@ -1,11 +1,13 @@
 """References from which the softmax of e4m3 products counts weights, checked on the host.
 
-The kernel's own header is compiled for the host, with the four lanes of a row as threads
+The kernel's own headers are compiled for the host, with the four lanes of a row as threads
 (tests/cpp/four_lanes), so that a wrong choice shows without a GPU."""
 
+import importlib.util
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -16,15 +18,25 @@ SOURCE = ROOT / "tests" / "cpp" / "four_lanes" / "eight_bit_softmax.cpp"
 def test_one_large_logit_does_not_cost_the_other_weights(tmp_path):
     """Without references that follow the weights the largest of these errors is 0.29; where they
     follow the largest weight of an item, not of its last eight tiles, 0.055."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
+    nvcc, cutlass = shutil.which("nvcc"), importlib.util.find_spec("cutlass_library")
+    if nvcc is None or cutlass is None:
+        pytest.skip("no CUDA or CUTLASS headers")
+    codegen = [ROOT / "cmake" / "codegen" / "generate.py", "--preset", "dev", "--write", tmp_path]
+    subprocess.run([sys.executable, "-B", *codegen], check=True)
     program = tmp_path / "eight_bit_softmax"
-    include = [f"-I{SOURCE.parent}", f"-I{ROOT / 'cpp'}"]
-    subprocess.run(
-        [compiler, "-std=c++20", "-O2", "-pthread", *include, str(SOURCE), "-o", str(program)],
-        check=True,
-    )
+    cutlass_include = pathlib.Path(cutlass.origin).parent / "source" / "include"
+    own = [f"-I{folder}" for folder in (ROOT / "cpp", ROOT / "cpp" / "include", tmp_path)]
+    # nvcc finds CUDA's headers; a .cpp is the host compiler's.
+    command = [
+        nvcc,
+        "-std=c++20",
+        "-O2",
+        "-Xcompiler=-pthread",
+        *own,
+        f"-isystem={cutlass_include}",
+    ]
+    lanes = f"--pre-include={SOURCE.with_name('lanes.h')}"
+    subprocess.run([*command, lanes, SOURCE, "-o", program], check=True)
     done = subprocess.run([program], check=True, capture_output=True, text=True, timeout=300)
     rows = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
     assert len(rows) == 4 * 4 * 4

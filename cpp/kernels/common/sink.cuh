@@ -15,10 +15,10 @@ __device__ __forceinline__ bool has_keyless(const RunExtras& extras) {
 // In base 2; -inf has no effect. What float32 cannot hold there is the largest number of its sign:
 // of an infinity the merge of split keys would make NaN.
 __device__ __forceinline__ float sink(const RunExtras& extras, int head) {
-  const float sink = __ldg(extras.sinks + head);
-  const float logit = sink * kLog2E;
+  const float given = __ldg(extras.sinks + head);
+  const float logit = given * kLog2E;
   if (logit > FLT_MAX) return FLT_MAX;
-  return logit < -FLT_MAX && sink >= -FLT_MAX ? -FLT_MAX : logit;
+  return logit < -FLT_MAX && given >= -FLT_MAX ? -FLT_MAX : logit;
 }
 
 }  // namespace preflash

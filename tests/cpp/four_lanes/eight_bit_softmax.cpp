@@ -1,8 +1,6 @@
 // EightBitSoftmax on the host, in the steps of the main loop with EightBitOperands: prints, for
 // rows with one large logit, the largest relative error of O where all values are 1.
 //
-//   g++ -std=c++20 -O2 -pthread -Itests/cpp/four_lanes -Icpp eight_bit_softmax.cpp
-//
 // out: "tiles deviation logit error" a line; error is NaN where any is.
 #include "kernels/sm90/eight_bit_softmax.cuh"
 
@@ -15,8 +13,10 @@ namespace {
 
 using namespace preflash;
 using namespace preflash::sm90;
+using cute::Int;
 
 constexpr int kKeys = 128;  // of a tile
+constexpr int kLaneKeys = kKeys / kLanes;
 constexpr int kTilesAtOnce = 8;
 using Row = std::vector<std::vector<float>>;  // logits, by tile in the order of the loop
 
@@ -24,11 +24,13 @@ struct Segment {
   struct {
     float scale_log2 = kLog2E;
   } logits;
-  float max_sum = 448.0f;
+  float max_sum = SpeculativeSoftmax::max_sum(LseForm::kLogSum, DType::kFloat8E4M3);
   float x_per_logit = 1.0f;
 };
 
 int lane_of(int key) { return key / 2 % kLanes; }
+// Element of P: words of four weights, of rows 0 and 1 in turn.
+int in_p(int row, int column) { return (column / 4 * 2 + row) * 4 + column % 4; }
 
 float weights[2][kKeys];
 
@@ -48,8 +50,10 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
   const Segment segment;
   const float scale = segment.logits.scale_log2;
   EightBitSoftmax softmax;
-  LaneTile scores, p;
-  LaneOut out;
+  auto scores = cute::make_tensor<float>(cute::make_shape(Int<2>{}, Int<kLaneKeys>{}));
+  auto p = cute::make_tensor<cutlass::float_e4m3_t>(Int<2 * kLaneKeys>{});
+  auto out = cute::make_tensor<float>(cute::make_shape(Int<2>{}, Int<1>{}));  // one column of O
+  cute::clear(out);
   double sums[2] = {};
   float reference[2];
   bool has_sums = false;
@@ -57,23 +61,24 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
   auto load = [&](int tile) {
     for (int r = 0; r < 2; ++r) {
       for (int key = 0, c = 0; key < kKeys; ++key) {
-        if (lane_of(key) == lane) scores.row[r][c++] = rows[r][tile][key];
+        if (lane_of(key) == lane) scores(r, c++) = rows[r][tile][key];
       }
     }
   };
   auto multiply = [&] {
     for (int r = 0; r < 2; ++r) {
       for (int key = 0, c = 0; key < kKeys; ++key) {
-        if (lane_of(key) == lane) weights[r][key] = p.row[r][c++];
+        if (lane_of(key) == lane) weights[r][key] = static_cast<float>(p(in_p(r, c++)));
       }
     }
     lanes_meet.arrive_and_wait();
     for (int r = 0; r < 2; ++r) {
-      for (int k = 0; k < kKeys; k += 32) out(r, 0) = product(out(r, 0), weights[r] + k, 32);
+      for (int k = 0; k < kKeys; k += 32)
+        out(r, 0) = static_cast<float>(product(out(r, 0), weights[r] + k, 32));
     }
     lanes_meet.arrive_and_wait();
   };
-  auto total = [&](int r) {
+  auto total = [&](int r) -> double {
     if (!has_sums) return out(r, 0);
     return out(r, 0) +
            sums[r] * softmax.change_of_reference(reference[r], softmax.reference[r], scale);
@@ -90,7 +95,7 @@ void run_lane(int this_lane, const Row (&rows)[2], double (&o)[2], float (&row_s
       for (int r = 0; r < 2; ++r) {
         sums[r] = total(r);
         reference[r] = softmax.reference[r];
-        out(r, 0) = 0.0;
+        out(r, 0) = 0.0f;
       }
       has_sums = true;
       tiles = 0;
