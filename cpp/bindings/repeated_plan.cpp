@@ -355,7 +355,7 @@ bool RepeatedPlan::find_buffer(const Drafted& drafted, std::shared_ptr<PlanBuffe
 bool RepeatedPlan::has_reserve(std::int64_t bytes) const {
   if (graph_.is_none() || !workspace_->device_stream().on_gpu()) return true;
   const py::list reserved = graph_.attr(names().reserved);
-  constexpr std::size_t kReserved = 2;  // NOTE: _RESERVED of _wrap/graph.py
+  constexpr std::size_t kReserved = 2;  // NOTE: _RESERVED of _wrappers/graph.py
   return reserved.size() >= kReserved && std::ranges::all_of(reserved, [bytes](py::handle buffer) {
            return buffer.cast<const Buffer&>().bytes() >= bytes;
          });

@@ -22,7 +22,7 @@ class RepeatedPlan {
  public:
   // call: the function of the last plan(), identifies the meaning of its arguments. roles: (name,
   // position or -1, name of an ArrayRole) of its index arrays. plan, graph: of the wrapper after
-  // that plan(): _wrap.plan.Plan, and _wrap.graph.GraphMode or None.
+  // that plan(): _wrappers.plan.Plan, and _wrappers.graph.GraphMode or None.
   RepeatedPlan(pybind11::object call, const pybind11::sequence& roles, pybind11::object plan,
                pybind11::object graph);
 

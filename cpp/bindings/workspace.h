@@ -75,7 +75,7 @@ class Buffer {
   std::vector<void*> streams_;
 };
 
-// Orders the current stream after all earlier uses of the buffers. NOTE: not after a stream that is
+// Orders the current stream after all earlier uses of the buffers. Not after a stream that is
 // being captured: the current one would become part of the capture. And after streams that an
 // earlier call has waited for, too: a graph replay on one of them since then is not visible here.
 void order_behind_users(const std::vector<std::shared_ptr<Buffer>>& buffers,

@@ -125,7 +125,7 @@ void check_dtypes(const AttentionOptions& options) {
 }
 
 // The limits within which float32 keeps the bits of logits; Python has the same, and their reasons
-// (_check/values.py).
+// (_check/validate.py).
 constexpr float kSmallestSoftCap = 1e-6f, kLargestSoftCap = 1e30f;
 constexpr float kLargestScale = 2.358e38f, kSmallestBiasedScale = 1e-30f;
 constexpr double kMostRadians = 1024.0;
@@ -546,7 +546,7 @@ preflash_status preflash_plan_batch(preflash_plan* plan, preflash_backend backen
     for (int s = 0; s < given.size(); ++s) {
       const bool reads_pages = given[s].page_size > 0 && requests[s].batch->page_entries() > 0;
       if (reads_pages) need(given[s].page_indices, "page_indices");
-      // Where no page is read, any address will do: the batch has none of its own to upload.
+      // Without pages to read any address will do: the batch has none of its own to upload.
       upload.page_indices.add(given[s].page_size == 0 ? nullptr
                               : given[s].page_indices != nullptr
                                   ? given[s].page_indices

@@ -10,7 +10,7 @@ namespace preflash {
 // long as it takes to look up an address: run() looks at its own claim alone.
 class MemoryClaim::Ledger {
  public:
-  // NOTE: never destroyed: places may end after static objects.
+  // Never destroyed: places may end after static objects.
   static Ledger& instance() {
     static Ledger* const ledger = new Ledger;
     return *ledger;

@@ -33,7 +33,7 @@ LaunchError PinnedMemory::reserve(std::size_t bytes) {
 }
 
 LaunchError PinnedMemory::wait_for_copy() {
-  // NOTE: a query of a complete event takes a fraction of the time of a wait for it.
+  // A query of a complete event takes a fraction of the time of a wait for it.
   if (is_free()) return nullptr;
   cudaError_t status = cudaEventSynchronize(copied_);
   if (status != cudaSuccess) return runtime_error(status, "plan upload: waiting for a copy");

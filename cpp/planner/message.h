@@ -10,7 +10,7 @@
 namespace preflash {
 namespace message {
 
-// NOTE: not a stream. The module is loaded beside whatever C++ runtimes a process already holds,
+// Not a stream: the module is loaded beside whatever C++ runtimes a process already holds,
 // and a stream's locale comes from one of them: seen to crash in a Python that brings its own.
 inline void append(std::string& text, std::string_view part) { text += part; }
 

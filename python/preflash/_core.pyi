@@ -497,7 +497,7 @@ class RepeatedPlan:
 
     call: the function of that plan(). roles: (name, position or -1, role) of its index arrays, the
     role one of qo_indptr, kv_indptr, on_host (kv_indptr again), indices, last_page_len, kv_lens.
-    plan, graph: the wrapper's _wrap.plan.Plan, and its GraphMode or None."""
+    plan, graph: the wrapper's _wrappers.plan.Plan, and its GraphMode or None."""
 
     def __init__(
         self, call: object, roles: Sequence[tuple[str, int, str]], plan: Any, graph: Any | None

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._check import values as check
+from ._check import validate
 from ._check.arguments import KvCache, Result, RunKeywords, Scale
 from ._check.names import tells_nearest
 from ._check.outputs import Outputs
-from ._wrap.mixed import BatchAttention
-from ._wrap.options import lists_options, run_options
-from ._wrap.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
+from ._wrappers.batch_attention import BatchAttention
+from ._wrappers.bidirectional_ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
+from ._wrappers.options import lists_options, run_options
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 if TYPE_CHECKING:
@@ -64,25 +64,25 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
-        check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES)
-        check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        q_dtype = check.query_dtype("q_data_type", q_data_type)
-        announced = {
+        validate.one_of("pos_encoding_mode", pos_encoding_mode, validate.ENCODING_MODES)
+        validate.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        q_dtype = validate.query_dtype("q_data_type", q_data_type)
+        fixed = {
             "pos_encoding_mode": pos_encoding_mode,
             "q_data_type": q_dtype,
-            "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
-            "head_dim_qk": check.size("head_dim_qk", head_dim_qk),
-            "head_dim_vo": check.size("head_dim_vo", head_dim_vo),
+            "kv_data_type": validate.kv_dtype("kv_data_type", kv_data_type, q_dtype),
+            "head_dim_qk": validate.size("head_dim_qk", head_dim_qk),
+            "head_dim_vo": validate.size("head_dim_vo", head_dim_vo),
         }
-        window_left = check.window_left("window_left", window_left)
+        window_left = validate.window_left("window_left", window_left)
         if window_left >= 0:
-            announced["window_left"] = window_left
+            fixed["window_left"] = window_left
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf,
             backend,
         )  # fmt: skip
-        self._announced = announced
+        self._constructor_options = fixed
 
     @lists_options
     def run(
@@ -110,7 +110,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             The others, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        check.one_cache((sinks,))
+        validate.one_cache((sinks,))
         given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
         outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
         return super()._run_given(q, paged_kv_cache, given, outputs, sm_scale)

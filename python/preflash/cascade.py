@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _core
-from ._check import values as check
+from ._check import dtypes, torch_modes, validate
 from ._check.arguments import KvCache, Scale, converted
 from ._check.calls import CascadePlanArguments, PagedPlanArguments
 from ._check.names import tells_nearest
@@ -60,9 +60,9 @@ def merge_state(
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
-    if check.traced():
+    if torch_modes.traced():
         return torch.ops.preflash.merge_state(v_a, s_a, v_b, s_b)
-    check.forward_only(v_a, s_a, v_b, s_b)
+    torch_modes.forward_only(v_a, s_a, v_b, s_b)
     a = _checked("v_a", v_a, "s_a", s_a)
     _check_same("v_b", v_b, v_a)
     b = _checked("v_b", v_b, "s_b", s_b)
@@ -87,24 +87,24 @@ def merge_state_in_place(
 
     Raises as merge_state(); nothing was written then.
     """
-    if check.traced():
+    if torch_modes.traced():
         torch.ops.preflash.merge_state_in_place(v, s, v_other, s_other, mask)
         return
-    check.forward_only(v, s, v_other, s_other)
+    torch_modes.forward_only(v, s, v_other, s_other)
     _checked("v", v, "s", s)
-    check.conforms("v", v, "merged_v")
-    check.conforms("s", s, "merged_s")
+    validate.conforms("v", v, "merged_v")
+    validate.conforms("s", s, "merged_s")
     _check_same("v_other", v_other, v)
     other = _checked("v_other", v_other, "s_other", s_other)
     if mask is not None:
         known = {"seq_len": v.shape[0]}
-        mask = check.conforms("mask", mask, "merge_mask", v.device, known).contiguous()
+        mask = validate.conforms("mask", mask, "merge_mask", v.device, known).contiguous()
     # Non-contiguous inputs are copies here. A state may be merged with itself: rows are read
     # before they are written.
     read = [("v_other", other[0]), ("s_other", other[1])]
-    check.apart([("v", v), ("s", s)], read if mask is None else [*read, ("mask", mask)])
+    validate.apart([("v", v), ("s", s)], read if mask is None else [*read, ("mask", mask)])
     _merge((v, s), other, (v, s), mask)
-    check.written(v, s)
+    torch_modes.written(v, s)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,9 +116,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Returns and raises as merge_state().
     """
-    if check.traced():
+    if torch_modes.traced():
         return torch.ops.preflash.merge_states(v, s)
-    check.forward_only(v, s)
+    torch_modes.forward_only(v, s)
     v, s = _checked("v", v, "s", s, "states")
     if v.shape[1] == 0:
         tokens, _, heads, head_dim = v.shape
@@ -130,19 +130,19 @@ def _checked(
     v_name: str, v: torch.Tensor, s_name: str, s: torch.Tensor, rule: str = "state"
 ) -> _State:
     """A state, or states, as contiguous tensors."""
-    check.conforms(v_name, v, f"{rule}_v")
+    validate.conforms(v_name, v, f"{rule}_v")
     if v.shape[-1] == 0:
         raise ValueError(f"{v_name} has shape {tuple(v.shape)}; must have a head_dim of 1 or more")
     dims = ("seq_len", "num_heads") if rule == "state" else ("seq_len", "num_states", "num_heads")
     known = dict(zip(dims, v.shape[:-1], strict=True))
-    check.conforms(s_name, s, f"{rule}_s", v.device, known)
+    validate.conforms(s_name, s, f"{rule}_s", v.device, known)
     return v.contiguous(), s.to(torch.float32).contiguous()
 
 
 def _check_same(name: str, value: torch.Tensor, other: torch.Tensor) -> None:
     """Checks that the values of two states have one shape, dtype and device."""
     known = dict(zip(("seq_len", "num_heads", "head_dim"), other.shape, strict=True))
-    check.conforms(name, value, "other_v", other.device, {**known, "state_dtype": other.dtype})
+    validate.conforms(name, value, "other_v", other.device, {**known, "state_dtype": other.dtype})
 
 
 def _merge(
@@ -160,11 +160,11 @@ def _merge(
         return into
     num_states = v.shape[1] if other is None else 2
     params = _core.MergeStatesParams(
-        check.CORE_DTYPES[v.dtype], num_states, (tokens, heads, head_dim)
+        dtypes.CORE_DTYPES[v.dtype], num_states, (tokens, heads, head_dim)
     )
-    others = (0, 0) if other is None else map(check.address, other)
-    params.set_inputs(*map(check.address, states), *others)
-    params.set_outputs(*map(check.address, into), 0 if mask is None else check.address(mask))
+    others = (0, 0) if other is None else map(validate.address, other)
+    params.set_inputs(*map(validate.address, states), *others)
+    params.set_outputs(*map(validate.address, into), 0 if mask is None else validate.address(mask))
     params.launch(DeviceStream(v.device).target())
     return into
 
@@ -198,7 +198,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        num_levels = check.size("num_levels", num_levels)
+        num_levels = validate.size("num_levels", num_levels)
         of_levels = [
             [None] * num_levels if buffers is None else _per_level(name, buffers, num_levels)
             for name, buffers in (
@@ -265,7 +265,7 @@ class MultiLevelCascadeAttentionWrapper:
             reset()
 
     @takes(CascadePlanArguments)
-    @check.eager
+    @torch_modes.eager
     def plan(self, a: CascadePlanArguments) -> None:
         """Plans every level.
 
@@ -494,7 +494,7 @@ def _per_level(name: str, arrays: Any, num_levels: int) -> Sequence[torch.Tensor
     if len(arrays) != num_levels:
         raise ValueError(f"{name} has {len(arrays)} tensors; must have num_levels = {num_levels}")
     for i, array in enumerate(arrays):
-        check.is_tensor(f"{name}[{i}]", array)
+        validate.is_tensor(f"{name}[{i}]", array)
     return arrays
 
 
@@ -502,7 +502,7 @@ def _lens_per_level(
     arrays: Any, lengths_are_upper_bounds: Any, num_levels: int
 ) -> Sequence[torch.Tensor | None]:
     """seq_lens of each level; None: its lengths of keys are exact."""
-    check.flag("lengths_are_upper_bounds", lengths_are_upper_bounds)
+    validate.flag("lengths_are_upper_bounds", lengths_are_upper_bounds)
     if arrays is None:
         arrays = [None] * num_levels
     if not isinstance(arrays, (list, tuple)) or len(arrays) != num_levels:
@@ -517,11 +517,11 @@ def _lens_per_level(
 
 def _check_free_of_distances(window_left: int, pos_encoding_mode: str) -> None:
     why = "a level does not know how many keys come after its own, so it cannot tell"
-    if check.window_left("window_left", window_left) >= 0:
+    if validate.window_left("window_left", window_left) >= 0:
         raise NotImplementedError(
             f"window_left={window_left}: {why} where a window begins; use -1, or one level"
         )
-    if check.one_of("pos_encoding_mode", pos_encoding_mode, check.ENCODING_MODES) != "NONE":
+    if validate.one_of("pos_encoding_mode", pos_encoding_mode, validate.ENCODING_MODES) != "NONE":
         raise NotImplementedError(
             f"pos_encoding_mode={pos_encoding_mode!r}: {why} positions; use 'NONE', or one level"
         )

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import torch
 
-from ._check import values as check
+from ._check import torch_modes, validate
 from ._fmha import cudnn, direct
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 
 
-@check.eager
+@torch_modes.eager
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -80,7 +80,7 @@ def cudnn_batch_prefill_with_kv_cache(
     return cudnn.attend(SimpleNamespace(**locals()))
 
 
-@check.eager
+@torch_modes.eager
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -122,21 +122,21 @@ def cudnn_batch_decode_with_kv_cache(
     Returns out, or (out, lse) with return_lse. Raises what trtllm_fmha_v2_prefill raises.
     """
     given = dict(locals())
-    check.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
-    check.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
+    validate.absent(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+    validate.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
     lengths = direct.lengths_of("actual_seq_lens_kv", actual_seq_lens_kv)
-    each = check.size("q_len_per_req", q_len_per_req)
-    if check.is_tensor("q", q).dim() != 3 or q.shape[0] != lengths.numel() * each:
+    each = validate.size("q_len_per_req", q_len_per_req)
+    if validate.is_tensor("q", q).dim() != 3 or q.shape[0] != lengths.numel() * each:
         raise ValueError(
             f"q has shape {tuple(q.shape)}; must be [batch_size * q_len_per_req, num_qo_heads, "
             f"head_dim], with {lengths.numel() * each} rows"
         )
     begins = direct.uniform_indptr(lengths.numel(), each, lengths)
-    widths = (q.shape[2], check.is_tensor("v_cache", v_cache).shape[-1])
+    widths = (q.shape[2], validate.is_tensor("v_cache", v_cache).shape[-1])
     for name, rows, head_dim in zip("qo", (q, out), widths, strict=True):
         if (offsets := given[f"batch_offsets_{name}"]) is not None:
             strided = rows is not None and q.shape[0] > 1
-            of_row = check.is_tensor("out", rows).stride(0) if strided else q.shape[1] * head_dim
+            of_row = validate.is_tensor("out", rows).stride(0) if strided else q.shape[1] * head_dim
             direct.check_one_after_the_other(f"batch_offsets_{name}", offsets, begins, of_row)
     return direct.attend(
         cudnn.NAMES, given, causal=True, qkv=(q, (k_cache, v_cache)), max_q_len=each,

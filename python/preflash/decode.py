@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ._check import values as check
+from ._check import torch_modes, validate
 from ._check.arguments import Result, converted
 from ._check.calls import (
     FastDecodePlanArguments,
@@ -17,8 +17,8 @@ from ._check.calls import (
 )
 from ._check.names import tells_nearest
 from ._compat.signatures import function_takes, plans
-from ._wrap.decode import ARRAYS, BatchDecodeWithPagedKVCacheWrapper
-from ._wrap.single import attention_of_one
+from ._wrappers.decode import ARRAYS, BatchDecodeWithPagedKVCacheWrapper
+from ._wrappers.single import attention_of_one
 from .cudnn import cudnn_batch_decode_with_kv_cache
 from .trtllm import trtllm_batch_decode_with_kv_cache
 
@@ -44,10 +44,10 @@ def single_decode_with_kv_cache(a: SingleDecodeArguments) -> Result:
     Returns:
         out [num_qo_heads, head_dim of v], or (out, lse) with lse [num_qo_heads].
     """
-    check.permission("use_tensor_cores", a.use_tensor_cores)
+    validate.permission("use_tensor_cores", a.use_tensor_cores)
     q = a.q
-    if not check.traced():
-        check.tensor("q", q)
+    if not torch_modes.traced():
+        validate.tensor("q", q)
     if q.dim() != 2:
         raise ValueError(
             f"q has shape {tuple(q.shape)}; must be [num_qo_heads, head_dim]: a batch goes through "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ._check import values as check
+from ._check import validate
 from .prefill import single_prefill_with_kv_cache_return_lse
 
 __all__ = ["context_parallel_prefill", "join_chunks", "own_chunks"]
@@ -110,7 +110,7 @@ def context_parallel_prefill(
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     for name, value in (("q", q), ("k", k), ("v", v)):
-        check.is_tensor(name, value)
+        validate.is_tensor(name, value)
     tokens = q.shape[0]
     if not seq_lens:
         if tokens % 2:
@@ -122,7 +122,7 @@ def context_parallel_prefill(
             raise ValueError(
                 f"{name} has {x.shape[0]} tokens; rank {rank} of {world} has {sum(own)}"
             )
-    check.conforms("v", v, "v_like_k", known={"k_dtype": k.dtype})
+    validate.conforms("v", v, "v_like_k", known={"k_dtype": k.dtype})
     k, v = (join_chunks(x, group, seq_lens=seq_lens) for x in (k, v))
     options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     results, row, key = [], 0, 0  # (out, LSE) of each chunk

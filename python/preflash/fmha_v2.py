@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from ._check import values as check
+from ._check import torch_modes, validate
 from ._fmha import arguments, direct, run
 from ._fmha.arguments import Qkv
 
@@ -20,7 +20,7 @@ __all__ = ["fmha_varlen", "trtllm_fmha_v2_prefill"]
 _VARLEN_BYTES = 32 * 1024 * 1024
 
 
-@check.eager
+@torch_modes.eager
 def trtllm_fmha_v2_prefill(
     qkv: Qkv,
     input_layout: str,
@@ -117,11 +117,11 @@ def trtllm_fmha_v2_prefill(
         RuntimeError: the call needs a plan while its stream is being captured.
     """
     a = SimpleNamespace(**locals(), lse=None, return_lse=False, mixed=False, draft_mask=None)
-    check.not_traced()
+    torch_modes.not_traced()
     return run.run(arguments.checked(a))
 
 
-@check.eager
+@torch_modes.eager
 def fmha_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -171,13 +171,13 @@ def fmha_varlen(
         What trtllm_fmha_v2_prefill raises; NotImplementedError also for one of the options above.
     """
     given = dict(locals())
-    check.absent(plan_info=plan_info)
-    check.neutral("o_scale", o_scale, 1.0)
+    validate.absent(plan_info=plan_info)
+    validate.neutral("o_scale", o_scale, 1.0)
     for name, value in (("q", q), ("k", k), ("v", v)):
-        check.conforms(name, value, "single_tensor")
+        validate.conforms(name, value, "single_tensor")
     offsets, known = [], {"batch_size + 1": 1}
     for name, rule in (("qo_segment_offsets", "first_offsets"), ("kv_segment_offsets", "indptr")):
-        offsets.append(check.conforms(name, given[name], rule, q.device, known))
+        offsets.append(validate.conforms(name, given[name], rule, q.device, known))
         known = {"batch_size + 1": offsets[0].numel()}
     if max_qo_len is None:
         offsets = [value.cpu() for value in offsets]
@@ -185,7 +185,7 @@ def fmha_varlen(
     logits = 1.0 / math.sqrt(max(q.shape[2], 1)) if sm_scale is None else 1.0
     for name in ("sm_scale", "q_scale", "k_scale"):
         if given[name] is not None:
-            logits *= check.scale(name, given[name])
+            logits *= validate.scale(name, given[name])
     result = direct.attend(
         {
             "qkv": "q, k, v",
@@ -197,7 +197,7 @@ def fmha_varlen(
             "bmm2_scale": "v_scale",
         },
         given,
-        causal=check.flag("causal", causal),
+        causal=validate.flag("causal", causal),
         qkv=(q, k, v),
         input_layout="SEPARATE_Q_K_V",
         workspace_buffer=torch.empty(_VARLEN_BYTES, dtype=torch.uint8, device=q.device),

@@ -10,16 +10,16 @@ import torch
 
 from . import _core
 from ._check import pages as checks
-from ._check import values as check
+from ._check import torch_modes, validate
 from ._check.arguments import KvCache
 from ._check.tensors import effective_strides, reaches_into
 from ._device.stream import DeviceStream
-from ._wrap.traced import pools_of
+from ._wrappers.compile_ops import pools_of
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 # A serving engine asks in every step.
-_lengths_of_usual = _core.page_lengths_of(check.TORCH)
+_lengths_of_usual = _core.page_lengths_of(torch_modes.TORCH)
 
 
 def get_seq_lens(
@@ -39,9 +39,9 @@ def get_seq_lens(
         TypeError, ValueError: an argument is wrong. Values on the GPU are checked only with
             PREFLASH_DEBUG=1 in the environment, because it takes a wait.
     """
-    if check.traced():
+    if torch_modes.traced():
         return torch.ops.preflash.get_seq_lens(kv_indptr, kv_last_page_len, page_size)
-    page_size = check.size("page_size", page_size)
+    page_size = validate.size("page_size", page_size)
     jit_traces = torch.jit.is_tracing()
     on_host = None if jit_traces else _lengths_of_usual(kv_indptr, kv_last_page_len, page_size)
     if on_host is not None:
@@ -75,17 +75,17 @@ def get_batch_indices_positions(
 
     Raises as get_seq_lens().
     """
-    if check.traced():
+    if torch_modes.traced():
         outputs = [
             append_indptr.new_empty(nnz, dtype=torch.int32) if given is None else given
             for given in (batch_indices, positions)
         ]
         torch.ops.preflash.get_batch_indices_positions(append_indptr, seq_lens, nnz, *outputs)
         return outputs[0], outputs[1]
-    check.conforms("append_indptr", append_indptr)
+    validate.conforms("append_indptr", append_indptr)
     device, known = append_indptr.device, {"batch_size": append_indptr.numel() - 1}
-    check.conforms("seq_lens", seq_lens, "append_lengths", device, known)
-    nnz = check.size("nnz", nnz)
+    validate.conforms("seq_lens", seq_lens, "append_lengths", device, known)
+    nnz = validate.size("nnz", nnz)
     if checks.may_be_read(append_indptr):
         checks.appended(append_indptr, seq_lens)
     outputs = []
@@ -93,7 +93,7 @@ def get_batch_indices_positions(
         if given is None:
             outputs.append(torch.empty(nnz, dtype=torch.int32, device=device))
         else:
-            outputs.append(check.conforms(name, given, "made_places", device, {"nnz": nnz}))
+            outputs.append(validate.conforms(name, given, "made_places", device, {"nnz": nnz}))
     if reaches_into(*outputs):
         raise ValueError(
             "batch_indices shares memory with positions, and both are written; must be apart"
@@ -141,15 +141,15 @@ def append_paged_kv_cache(
             without, tokens that the page table has no place for are not written.
         NotImplementedError: a gradient is wanted, or torch.jit.trace is recording.
     """
-    if check.traced():
+    if torch_modes.traced():
         torch.ops.preflash.append_paged_kv_cache(
             append_key, append_value, batch_indices, positions, *pools_of(paged_kv_cache),
             kv_indices, kv_indptr, kv_last_page_len, kv_layout,
         )  # fmt: skip
         return
-    check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+    validate.one_of("kv_layout", kv_layout, validate.KV_LAYOUTS)
     k_cache, v_cache = _pools(paged_kv_cache, kv_layout)
-    check.forward_only(append_key, append_value, k_cache=k_cache, v_cache=v_cache)
+    torch_modes.forward_only(append_key, append_value, k_cache=k_cache, v_cache=v_cache)
     device = k_cache.device
     tokens = checks.rows("append_key", append_key, k_cache)
     if checks.rows("append_value", append_value, v_cache) != tokens:
@@ -161,9 +161,9 @@ def append_paged_kv_cache(
     checks.index_arrays(kv_indptr, kv_last_page_len, device)
     known = {"nnz": tokens, "batch_size": kv_last_page_len.numel()}
     for name, value in (("batch_indices", batch_indices), ("positions", positions)):
-        check.conforms(name, value, "append_places", device, known)
+        validate.conforms(name, value, "append_places", device, known)
     rule = "append_table" if is_table else "append_pages"
-    check.conforms("kv_indices", kv_indices, rule, device, known)
+    validate.conforms("kv_indices", kv_indices, rule, device, known)
     if checks.may_be_read(kv_indptr):
         lengths = get_seq_lens(kv_indptr, kv_last_page_len, k_cache.shape[1])
         checks.in_use(kv_indices, kv_indptr)
@@ -194,12 +194,12 @@ def append_paged_kv_cache(
         kv_indices = kv_indices.as_strided((extent,), (1,))
     params.set_page_table(_index_numbers(kv_indices), _index_numbers(kv_indptr), row)
     params.launch(DeviceStream(device).target())
-    check.written(k_cache, v_cache)
+    torch_modes.written(k_cache, v_cache)
 
 
 def _index_numbers(array: torch.Tensor) -> tuple[int, int, int, int]:
     """Address, count, stride and bytes of an element."""
-    return check.address(array), array.numel(), array.stride(0), array.element_size()
+    return validate.address(array), array.numel(), array.stride(0), array.element_size()
 
 
 def _row_numbers(
@@ -209,7 +209,7 @@ def _row_numbers(
     bytes of a row."""
     item = rows.element_size()
     of_rows, of_pool = (
-        (check.address(x), *(item * stride for stride in effective_strides(x)))
+        (validate.address(x), *(item * stride for stride in effective_strides(x)))
         for x in (rows, pool)
     )
     return of_rows, of_pool, rows.shape[1], rows.shape[2] * item
@@ -218,13 +218,13 @@ def _row_numbers(
 def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as [pages, page_size, num_kv_heads, head_dim], whatever the layout."""
     if isinstance(cache, torch.Tensor):
-        check.tensor("paged_kv_cache", cache)
+        validate.tensor("paged_kv_cache", cache)
         if cache.dim() not in (4, 5) or cache.shape[1] != 2:
             raise ValueError(
                 f"paged_kv_cache has shape {tuple(cache.shape)}; must be [max_num_pages, 2, ...] "
                 "of 5 dimensions (4 at page_size 1), or a tuple (k_cache, v_cache)"
             )
-        check.not_overlapping("paged_kv_cache", cache)
+        validate.not_overlapping("paged_kv_cache", cache)
         pair = (cache[:, 0], cache[:, 1])
     elif isinstance(cache, (tuple, list)) and len(cache) == 2:
         pair = tuple(cache)
@@ -235,7 +235,7 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
         )
     pools = []
     for name, pool in zip(("k_cache", "v_cache"), pair, strict=True):
-        check.tensor(name, pool)
+        validate.tensor(name, pool)
         if pool.dim() not in (3, 4):
             raise ValueError(
                 f"{name} has shape {tuple(pool.shape)}; must be four-dimensional, {layout} (three "
@@ -245,7 +245,7 @@ def _pools(cache: KvCache, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
             pool = pool.unsqueeze(1)
         elif layout == "HND":
             pool = pool.transpose(1, 2)
-        check.not_overlapping(name, pool)
+        validate.not_overlapping(name, pool)
         pools.append(pool)
     k, v = pools
     if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import _core
-from ._check import values as check
+from ._check import torch_modes, validate
 from ._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from ._check.calls import (
     DecodePlanArguments,
@@ -35,7 +35,7 @@ from ._plan.masks import check_rows
 from ._pod.batch import BatchPODWithPagedKVCacheWrapper
 from ._pod.pod_plan import SIDES, PodPlanCache, PodWrapper
 from ._run.variant import SegmentRun, error_context
-from ._wrap.decode import BatchDecodeWithPagedKVCacheWrapper
+from ._wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -85,7 +85,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         *,
         backend: str = "auto",
     ) -> None:
-        check.neutral("jit_args", jit_args)
+        validate.neutral("jit_args", jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, False, paged_kv_indptr_buffer,
             paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
@@ -106,7 +106,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
 
     begin_forward = plan
 
-    @check.eager
+    @torch_modes.eager
     def _plan(self, a: DecodePlanArguments) -> None:
         decode, pod_plans = self._decode, self._pod_plans
         plan, copy_in = decode._drafted(*decode._as_prefill(a))
@@ -182,7 +182,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
         """
         self._check_call(use_fp16_qk_reduction, enable_pdl)
         if args:
-            check.nothing_more("run", args)
+            validate.nothing_more("run", args)
         if custom_mask_d is not None or packed_custom_mask_d is not None:
             name = "custom_mask_d" if custom_mask_d is not None else "packed_custom_mask_d"
             raise ValueError(
@@ -190,10 +190,10 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
                 "requests with BatchPrefillWithPagedKVCacheWrapper, which takes one"
             )
         if causal_d is not False:
-            check.flag("causal_d", causal_d)
-        check.flag("causal_p", causal_p)
-        check.flag("return_lse_p", return_lse_p)
-        check.flag("return_lse_d", return_lse_d)
+            validate.flag("causal_d", causal_d)
+        validate.flag("causal_p", causal_p)
+        validate.flag("return_lse_p", return_lse_p)
+        validate.flag("return_lse_d", return_lse_d)
         repeated = (
             kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d,
         )  # fmt: skip
@@ -208,7 +208,7 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
 
     forward = run
 
-    @check.eager
+    @torch_modes.eager
     def _run(
         self,
         given: SingleArguments,
@@ -256,9 +256,9 @@ class PODWithPagedKVCacheWrapper(PodWrapper):
     def _prefill_request(self, given: SingleArguments, decode: _core.AttentionOptions) -> Request:
         q, k, v = given.q, given.k, given.v
         for name, value in (("q_p", q), ("k_p", k), ("v_p", v)):
-            check.tensor(name, value)
-            check.on_device(name, value, self.device)
-        check.forward_only(q=q, k=k, v=v)
+            validate.tensor(name, value)
+            validate.on_device(name, value, self.device)
+        torch_modes.forward_only(q=q, k=k, v=v)
         options = single_options(given)
         for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"):
             if getattr(options, name) != getattr(decode, name):
@@ -289,12 +289,15 @@ def _key(given: SingleArguments) -> tuple:
 # Options of run() that repeat what plan() said of the decode side: the default, which says nothing,
 # because it cannot be told from an argument that was left out; and how plan() reads them.
 _REPEATED: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
-    "kv_layout": ("NHD", functools.partial(check.one_of, allowed=check.KV_LAYOUTS)),
-    "pos_encoding_mode": ("NONE", functools.partial(check.one_of, allowed=check.ENCODING_MODES)),
-    "sm_scale": (None, check.scale),
-    "window_left": (-1, check.window_left),
-    "rope_scale": (None, check.real),
-    "rope_theta": (None, check.real),
+    "kv_layout": ("NHD", functools.partial(validate.one_of, allowed=validate.KV_LAYOUTS)),
+    "pos_encoding_mode": (
+        "NONE",
+        functools.partial(validate.one_of, allowed=validate.ENCODING_MODES),
+    ),
+    "sm_scale": (None, validate.scale),
+    "window_left": (-1, validate.window_left),
+    "rope_scale": (None, validate.real),
+    "rope_theta": (None, validate.real),
 }
 _NOTHING = tuple(default for default, _ in _REPEATED.values())
 
@@ -303,7 +306,7 @@ def _check_repeated(given: tuple, planned: Request) -> None:
     """Raises ValueError where one of them contradicts what was planned. given: in their order."""
     options = planned.options
     told = (
-        planned.kv_layout, check.MODE_OF[options.position], planned.scales.logits,
+        planned.kv_layout, validate.MODE_OF[options.position], planned.scales.logits,
         options.window_left, options.rope_scale, options.rope_theta,
     )  # fmt: skip
     for (name, (default, read)), value, now in zip(_REPEATED.items(), given, told, strict=True):

@@ -23,9 +23,9 @@ from __future__ import annotations
 from ._check.arguments import Result
 from ._check.calls import SingleArguments
 from ._compat.signatures import function_takes
-from ._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from ._wrap.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from ._wrap.single import attention_of_one
+from ._wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from ._wrappers.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ._wrappers.single import attention_of_one
 from .cudnn import cudnn_batch_prefill_with_kv_cache
 from .fmha_v2 import fmha_varlen, trtllm_fmha_v2_prefill
 from .trtllm import trtllm_batch_context_with_kv_cache

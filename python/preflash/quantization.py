@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._check import values as check
+from ._check import torch_modes, validate
 from ._device.stream import DeviceStream, sent
 from ._plan import masks
 
@@ -28,9 +28,9 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
         TypeError, ValueError: an argument is wrong.
         NotImplementedError: torch.jit.trace is recording.
     """
-    if check.traced():
+    if torch_modes.traced():
         return torch.ops.preflash.packbits(x, bitorder)
-    little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
+    little = validate.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
     segments = torch.tensor([0, x.numel(), 0, -(-x.numel() // 8)], dtype=torch.int64, device="cpu")
     return _pack(x, segments, little)
@@ -54,11 +54,11 @@ def segment_packbits(
 
     Raises as packbits().
     """
-    if check.traced():
+    if torch_modes.traced():
         return torch.ops.preflash.segment_packbits(x, indptr, bitorder)
-    little = check.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
+    little = validate.one_of("bitorder", bitorder, _BIT_ORDERS) == "little"
     x = _elements(x)
-    check.conforms("indptr", indptr, "segment_indptr", x.device, {"num_segments + 1": 1})
+    validate.conforms("indptr", indptr, "segment_indptr", x.device, {"num_segments + 1": 1})
     begin = indptr.cpu().to(torch.int64)
     lengths = begin.diff()
     if bool((lengths < 0).any()) or int(begin[0]) < 0 or int(begin[-1]) > x.numel():
@@ -73,8 +73,8 @@ def segment_packbits(
 
 
 def _elements(x: torch.Tensor) -> torch.Tensor:
-    check.not_traced()
-    check.tensor("x", x)
+    torch_modes.not_traced()
+    validate.tensor("x", x)
     if x.dim() != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; must be one-dimensional")
     if x.is_quantized:

@@ -1,7 +1,7 @@
 """Block-sparse attention: every block of query rows is a request whose keys are the pages that it
 keeps, so that nothing that is left out is read or computed."""
 
-# NOTE: the API fixes long signatures; see prefill.py.
+# The API fixes long signatures; see prefill.py.
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ._check import values as check
+from ._check import dtypes, torch_modes, validate
 from ._check.arguments import Result
 from ._check.names import renamed, tells_nearest
 from ._check.tensors import refuse_shared
-from ._wrap.paged import OverPages, Pages
+from ._wrappers.paged import OverPages, Pages
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
@@ -119,13 +119,13 @@ class BlockSparseAttentionWrapper(_BlockSparse):
 
         Raises as BatchPrefillWithPagedKVCacheWrapper.plan().
         """
-        check.absent(
+        validate.absent(
             block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices,
             q2k_num=q2k_num, kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        rows, keys = check.size("M", M), check.size("N", N)
-        height, width = check.size("R", R), check.size("C", C)
+        rows, keys = validate.size("M", M), validate.size("N", N)
+        height, width = validate.size("R", R), validate.size("C", C)
         if keys % width:
             raise ValueError(f"N={keys}: must be a multiple of C = {width}")
         at = _on_host("indptr", indptr, "block_indices")
@@ -142,10 +142,10 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             )
         if mask is not None and packed_mask is None:
             mask = _by_rows(mask, at, (height, width), rows)
-        q_dtype = check.dtype("q_data_type", q_data_type)
-        o_dtype = check.dtype("o_data_type", o_data_type)
-        converts = o_dtype != q_dtype and q_dtype not in check.FP8_DTYPES
-        if converts and o_dtype not in check.WIDE_DTYPES:
+        q_dtype = validate.dtype("q_data_type", q_data_type)
+        o_dtype = validate.dtype("o_data_type", o_data_type)
+        converts = o_dtype != q_dtype and q_dtype not in dtypes.FP8_DTYPES
+        if converts and o_dtype not in dtypes.WIDE_DTYPES:
             raise TypeError(f"o_data_type is {o_dtype}; must be float16, bfloat16 or float32")
         qo_indptr = torch.arange(count + 1, dtype=torch.int32, device="cpu") * height
         with renamed(_NAMES):
@@ -193,7 +193,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         """
         cache, into = self._in_blocks(k, v), out
         if self._o_dtype is not None:
-            into, shape = None, tuple(check.is_tensor("q", q).shape)
+            into, shape = None, tuple(validate.is_tensor("q", q).shape)
             _check_copied_into(
                 {"k": k, "v": v},
                 lse=(lse, torch.float32, [shape[:-1]]),
@@ -222,7 +222,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
     ) -> torch.Tensor:
         """Deprecated: run() with its own options, which replace those of plan(), defaults included.
         Factors of heads are run()'s alone."""
-        check.absent(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        validate.absent(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         result = self._pages.forward(
             q, self._in_blocks(k, v), self._causal, pos_encoding_mode, use_fp16_qk_reduction,
             None, None, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta,
@@ -233,7 +233,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if self._pages.variant is None:
             raise ValueError("run() before plan(): call plan() with the blocks first")
         for name, value in (("k", k), ("v", v)):
-            check.is_tensor(name, value)
+            validate.is_tensor(name, value)
             if value.dim() != 3 or value.shape[0] != self._keys:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; must be [N, num_kv_heads, head_dim] "
@@ -289,8 +289,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             causal, pos_encoding_mode: as in BlockSparseAttentionWrapper.plan().
             The others, and the errors, are those of BatchPrefillWithPagedKVCacheWrapper.plan().
         """
-        heads = check.size("num_kv_heads", num_kv_heads)
-        group, rest = divmod(check.size("num_qo_heads", num_qo_heads), heads)
+        heads = validate.size("num_kv_heads", num_kv_heads)
+        group, rest = divmod(validate.size("num_qo_heads", num_qo_heads), heads)
         if rest or not group:
             raise ValueError(
                 f"num_qo_heads={num_qo_heads}: must be a multiple of num_kv_heads = {heads}"
@@ -352,7 +352,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
 
         Raises as BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        by_head = tuple(check.is_tensor("q", q).shape)
+        by_head = tuple(validate.is_tensor("q", q).shape)
         q, cache = self._by_head(q, k, v)
         flat = tuple(q.shape)
         _check_copied_into(
@@ -399,9 +399,9 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             ("k", k, self._heads, self._keys),
             ("v", v, self._heads, self._keys),
         ):
-            check.is_tensor(name, value)
-            if not check.traced():  # it may be copied
-                check.tensor(name, value)
+            validate.is_tensor(name, value)
+            if not torch_modes.traced():  # it may be copied
+                validate.tensor(name, value)
             if value.dim() != 3 or tuple(value.shape[:2]) != (heads, tokens):
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}; must be [{heads}, {tokens}, head_dim]"
@@ -426,7 +426,7 @@ def _on_host(
     name: str, value: Any, rule: str, known: Mapping[str, int] = MappingProxyType({})
 ) -> torch.Tensor:
     """int32 (bool stays), contiguous, on the CPU."""
-    value = check.conforms(name, value, rule, known=known).cpu().contiguous()
+    value = validate.conforms(name, value, rule, known=known).cpu().contiguous()
     if value.dtype in (torch.bool, torch.int32):
         return value
     narrow = value.to(torch.int32)
@@ -444,15 +444,15 @@ def _check_copied_into(
     for name, (value, dtype, shapes) in written.items():
         if value is None:
             continue
-        shape = tuple(check.is_tensor(name, value).shape)
+        shape = tuple(validate.is_tensor(name, value).shape)
         if shape not in shapes:
             raise ValueError(f"{name} has shape {shape}; must be {' or '.join(map(str, shapes))}")
         known = {"dtype of the result": dtype}
-        check.has_form(name, value, "copied_output", read["k"].device, known)
-        if check.traced():
+        validate.has_form(name, value, "copied_output", read["k"].device, known)
+        if torch_modes.traced():
             continue
-        check.conforms(name, value, "copied_output")
-        check.forward_only(**{name: value})
+        validate.conforms(name, value, "copied_output")
+        torch_modes.forward_only(**{name: value})
         for other, tensor in others.items():
             refuse_shared(name, value, other, tensor)
         others[name] = value
@@ -464,7 +464,7 @@ def _by_rows(
     """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
     height, width = block
     known = {"blocks": int(at[-1]), "R": height, "C": width}
-    mask = check.conforms("mask", mask, "block_masks", known=known)
+    mask = validate.conforms("mask", mask, "block_masks", known=known)
     pieces = [
         mask[begin:end].transpose(0, 1)[: rows - i * height].reshape(-1)
         for i, (begin, end) in enumerate(pairwise(at.tolist()))

@@ -1,7 +1,7 @@
 """TensorRT-LLM's calls over a paged KV cache, preflash.prefill.trtllm_batch_context_with_kv_cache
 and preflash.decode.trtllm_batch_decode_with_kv_cache."""
 
-# NOTE: the API fixes long signatures, so functions are over 80 lines. Their bodies are short:
+# The API fixes long signatures, so functions are over 80 lines. Their bodies are short:
 # check, convert and hand over.
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._check import values as check
+from ._check import dtypes, torch_modes, validate
 from ._check.arguments import KvCache, Result
 from ._fmha import arguments, direct
 
@@ -21,7 +21,7 @@ __all__ = ["trtllm_batch_context_with_kv_cache", "trtllm_batch_decode_with_kv_ca
 _NAMES = {"qkv": "query, kv_cache"}
 
 
-@check.eager
+@torch_modes.eager
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: KvCache,
@@ -88,12 +88,15 @@ def trtllm_batch_context_with_kv_cache(
     """
     given = dict(locals())
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
-    check.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
+    validate.absent(o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size)
     if cum_seq_lens_kv is not None:
-        check.is_tensor("cum_seq_lens_kv", cum_seq_lens_kv)
-    check.neutral("use_fp16_softmax", use_fp16_softmax, False)
-    check.neutral("uses_spcompress", uses_spcompress, False)
-    if not check.flag("causal", causal) and check.window_left("window_left", window_left) >= 0:
+        validate.is_tensor("cum_seq_lens_kv", cum_seq_lens_kv)
+    validate.neutral("use_fp16_softmax", use_fp16_softmax, False)
+    validate.neutral("uses_spcompress", uses_spcompress, False)
+    if (
+        not validate.flag("causal", causal)
+        and validate.window_left("window_left", window_left) >= 0
+    ):
         raise NotImplementedError(
             f"window_left={window_left} with causal=False: use -1, or "
             "BatchPrefillWithPagedKVCacheWrapper"
@@ -109,7 +112,7 @@ def trtllm_batch_context_with_kv_cache(
     )  # fmt: skip
 
 
-@check.eager
+@torch_modes.eager
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: KvCache,
@@ -151,7 +154,7 @@ def trtllm_batch_decode_with_kv_cache(
     """Attention of one or a few queries per request in one call, without plan(), on every GPU from
     SM80 on and on the CPU; see trtllm_fmha_v2_prefill for lengths on the GPU and CUDA graphs.
 
-    NOTE: with lengths on the GPU keys are not split over the machine. With few requests of long
+    With lengths on the GPU, keys are not split over the machine. With few requests of long
     keys BatchDecodeWithPagedKVCacheWrapper is faster.
 
     Args:
@@ -178,20 +181,20 @@ def trtllm_batch_decode_with_kv_cache(
     """
     given = dict(locals())
     _check_unserved(enable_pdl, kv_cache_sf, multi_ctas_kv_counter_buffer)
-    check.absent(
+    validate.absent(
         o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size,
         causal_seqlens_kv_global=causal_seqlens_kv_global, request_order=request_order,
         request_order_plan=request_order_plan,
     )  # fmt: skip
-    check.neutral("enable_block_sparse_attention", enable_block_sparse_attention, False)
-    check.neutral("cp_world", cp_world, 1)
-    check.neutral("cp_rank", cp_rank, 0)
+    validate.neutral("enable_block_sparse_attention", enable_block_sparse_attention, False)
+    validate.neutral("cp_world", cp_world, 1)
+    validate.neutral("cp_rank", cp_rank, 0)
     if bf16q_fp8kv_transform_mode is not None:
-        check.one_of(
+        validate.one_of(
             "bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv")
         )
     _refuse_nvfp4(out_dtype)
-    q_dtype = check.is_tensor("query", query).dtype
+    q_dtype = validate.is_tensor("query", query).dtype
     _check_o_scale(o_scale, arguments.out_dtype_of(out, out_dtype, q_dtype))
     lengths = direct.lengths_of("seq_lens", seq_lens)
     batch_size, draft_mask = lengths.numel(), None
@@ -208,7 +211,7 @@ def trtllm_batch_decode_with_kv_cache(
             f"{q_len_per_req}; must be with max_q_len, and without q_len_per_req"
         )
     if bmm1_scale_log2 is not None:
-        bmm1_scale = check.scale("bmm1_scale_log2", bmm1_scale_log2) * math.log(2.0)
+        bmm1_scale = validate.scale("bmm1_scale_log2", bmm1_scale_log2) * math.log(2.0)
     cache, layout, block_tables = direct.paged_by_tables(
         "kv_cache", kv_cache, kv_layout, block_tables, lengths, uses_shared_paged_kv_idx
     )
@@ -221,10 +224,10 @@ def trtllm_batch_decode_with_kv_cache(
 
 
 def _check_unserved(enable_pdl: Any, kv_cache_sf: Any, counters: Any) -> None:
-    check.permission("enable_pdl", enable_pdl)
-    check.absent(kv_cache_sf=kv_cache_sf)
+    validate.permission("enable_pdl", enable_pdl)
+    validate.absent(kv_cache_sf=kv_cache_sf)
     if counters is not None:
-        check.is_tensor("multi_ctas_kv_counter_buffer", counters)
+        validate.is_tensor("multi_ctas_kv_counter_buffer", counters)
 
 
 def _refuse_nvfp4(out_dtype: Any) -> None:
@@ -235,10 +238,10 @@ def _refuse_nvfp4(out_dtype: Any) -> None:
 def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) -> int:
     if q_len_per_req is None:
         raise ValueError("q_len_per_req=None: must be given without cum_seq_lens_q")
-    each = check.size("q_len_per_req", q_len_per_req)
-    if max_q_len is not None and check.size("max_q_len", max_q_len) < each:
+    each = validate.size("q_len_per_req", q_len_per_req)
+    if max_q_len is not None and validate.size("max_q_len", max_q_len) < each:
         raise ValueError(f"max_q_len={max_q_len}: every request has q_len_per_req = {each} queries")
-    rows = check.is_tensor("query", query).shape[0]
+    rows = validate.is_tensor("query", query).shape[0]
     if rows < batch_size * each:
         raise ValueError(
             f"query has {rows} rows; seq_lens of {batch_size} requests with q_len_per_req = {each} "
@@ -250,7 +253,7 @@ def _uniform(max_q_len: Any, q_len_per_req: Any, query: Any, batch_size: int) ->
 def _draft_mask(mask: Any, batch_size: int, q_len: int) -> torch.Tensor | None:
     """Unpacks a mask to [batch_size, q_len, q_len] bool on the CPU. Returns None for the causal
     mask, which kernels compute from lengths."""
-    mask = check.tensor("mask", check.is_tensor("mask", mask))
+    mask = validate.tensor("mask", validate.is_tensor("mask", mask))
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "mask is read on the host, which a capture does not allow; leave it None: the queries "
@@ -280,8 +283,8 @@ def _draft_mask(mask: Any, batch_size: int, q_len: int) -> torch.Tensor | None:
 
 
 def _check_o_scale(o_scale: Any, wanted: torch.dtype) -> None:
-    scale = 1.0 if o_scale is None else check.real("o_scale", o_scale)
-    if scale != 1.0 and (wanted not in check.FP8_DTYPES or not scale > 0.0):
+    scale = 1.0 if o_scale is None else validate.real("o_scale", o_scale)
+    if scale != 1.0 and (wanted not in dtypes.FP8_DTYPES or not scale > 0.0):
         raise ValueError(
             f"o_scale={o_scale} with an output of {wanted}: must be positive, and 1 or None where "
             "the output has more than 8 bits"

@@ -13,7 +13,7 @@ ROOT = Path(preflash.__file__).parent
 
 # Each may import what stands before it; the public modules stand on the last of these.
 ROOMS = ("_core", "_check", "_device", "_run", "_plan")
-ROOMS += ("_compat", "_wrap", "_fmha", "_pod")
+ROOMS += ("_compat", "_wrappers", "_fmha", "_pod")
 PUBLIC, ON_TOP = len(ROOMS), ("_torch", "__init__", "testing", "cli", "__main__")
 
 

@@ -57,7 +57,7 @@ def test_a_row_is_an_option_of_the_calls_it_names(tmp_path):
     assert "temperature" not in inspect.signature(module["RaggedPlanArguments"]).parameters
     assert module["SingleArguments"].OPERATOR["temperature"] == "float? temperature=None"
     (checked,) = (one for one in module["CHECKED_ALONE"] if one.name == "temperature")
-    assert checked == ("temperature", preflash._check.values.real, "soft_cap", None)
+    assert checked == ("temperature", preflash._check.validate.real, "soft_cap", None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Runs of wrappers that skip tiles, at lengths that fill a GPU. The options are in
-tests/api/_wrap/test_skipping.py, which runs on GPUs too."""
+tests/api/_wrappers/test_skipping.py, which runs on GPUs too."""
 
 import math
 

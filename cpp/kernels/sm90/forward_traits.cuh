@@ -63,7 +63,7 @@ struct ForwardTraits {
   using ElementKv = Element<kVariant.kv_dtype>;  // as K and V are multiplied
   using ElementP = ElementQ;                     // dtype of rounded P
   using ElementO = conditional_t<kTransposesV, half_t, ElementQ>;
-  // NOTE: wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
+  // wgmma multiplies operands of one type, and takes V one row per key in 16 bits alone.
   static_assert(is_same_v<ElementQ, ElementKv> && is_same_v<ElementP, ElementKv>,
                 "fa3 multiplies in one dtype");
   static_assert(sizeof(ElementO) == 2 && !(kConverts && kTransposesV));

@@ -19,7 +19,7 @@
 namespace preflash::sm90 {
 
 // A warp's part of a tile: 32 keys, all dimensions.
-// NOTE: a matrix is stored to 8 rows, which must differ modulo 8 to lie in different banks: lanes
+// A matrix is stored to 8 rows, which must differ modulo 8 to lie in different banks: lanes
 // 0 to 15 (c < 4) give the first matrix an even dimension, the others an odd one.
 template <class Traits>
 struct VTransposer {

@@ -3,7 +3,9 @@
 calls       the arguments of each call, generated from cpp/variants/options.toml
 rules       the rules of tensors and the ranges of sizes, generated from the same file
 arguments   what calls have in common; the arguments of run()
-values      checks of numbers, names, dtypes and tensors; tensor_checks and recording are its parts
+validate    checks of numbers, names and dtypes; those of tensors are in tensor_checks
+dtypes      the dtypes of calls
+torch_modes checks that torch makes a call instead of recording or differentiating it
 options     arguments -> AttentionOptions, which decide a kernel and a work list
 lengths     index arrays -> the lengths of a batch and its pages
 scales      softmax scale and calibration scales -> two factors

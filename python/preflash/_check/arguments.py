@@ -30,7 +30,7 @@ def converted(a: Any, kind: type[Arguments], **given: Any) -> Arguments:
     """A call converted to another kind: the given values, the arguments that both have, defaults
     for the rest."""
     key = (type(a), kind, *given)
-    both = _in_both.get(key)  # NOTE: torch.compile warns of functools.cache
+    both = _in_both.get(key)  # torch.compile warns of functools.cache
     if both is None:
         names = [n for n in key[0].__slots__ if n in kind.__slots__ and n not in given]
         both = _in_both[key] = (names, operator.attrgetter(*names))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from . import values as check
+from . import validate
 from .calls import BatchArguments, PagedPlanArguments, RaggedPlanArguments
 from .request import PageList, Request
 
@@ -46,10 +46,10 @@ def batch_lengths(
     qo_indptr, kv_indptr, indices, last_page_len = arrays
     if isinstance(a, RaggedPlanArguments):
         return _checked_batch({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, 0, device), None
-    page_size = check.size("page_size", a.page_size)
+    page_size = validate.size("page_size", a.page_size)
     is_table = isinstance(indices, torch.Tensor) and indices.dim() == 2
     if not is_table:
-        indices = check.conforms("paged_kv_indices", indices, "pages", device)
+        indices = validate.conforms("paged_kv_indices", indices, "pages", device)
     named = {"qo_indptr": qo_indptr, "paged_kv_indptr": kv_indptr}
     named["paged_kv_last_page_len"] = last_page_len
     batch = _checked_batch(named, page_size, device)
@@ -60,10 +60,10 @@ def batch_lengths(
 
 
 def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
-    qo_len = check.size("qo_len", qo_len)
-    kv_len = check.size("kv_len", kv_len)
+    qo_len = validate.size("qo_len", qo_len)
+    kv_len = validate.size("kv_len", kv_len)
     indptr = torch.tensor([0, qo_len, 0, kv_len], dtype=torch.int32, device="cpu")
-    begin = check.address(indptr)
+    begin = validate.address(indptr)
     arrays = _core.BatchArrays(begin, begin + 2 * indptr.element_size(), 0, 1)
     return _core.Batch(arrays, page_size=0)
 
@@ -72,12 +72,12 @@ def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) 
     """The batch of the index arrays of plan(), by name: of queries, of keys and, unless page_size
     is 0, of last pages. The planner checks their values."""
     (_, qo_indptr), (kv_name, kv_indptr), *last_page_len = named.items()
-    elements = check.conforms("qo_indptr", qo_indptr, "indptr", device).numel()
+    elements = validate.conforms("qo_indptr", qo_indptr, "indptr", device).numel()
     if elements == 0:
         raise ValueError("qo_indptr is empty; must have batch_size + 1 elements")
     known = {"batch_size": elements - 1, "batch_size + 1": elements}
-    arrays = [qo_indptr, check.conforms(kv_name, kv_indptr, "indptr", device, known)]
-    arrays += [check.conforms(*one, "lengths", device, known) for one in last_page_len]
+    arrays = [qo_indptr, validate.conforms(kv_name, kv_indptr, "indptr", device, known)]
+    arrays += [validate.conforms(*one, "lengths", device, known) for one in last_page_len]
     remote = [not array.is_cpu for array in arrays]
     if remote == [False, False, True] and page_size == 1 and not _core.debugging():
         # A page of one token holds one: no wait to hear it from the GPU.
@@ -159,7 +159,7 @@ def _block_table(
     device; one on the CPU for a GPU is uploaded as a page list. Pages behind the number of keys
     that only a run knows may be anything."""
     known = {"batch_size": batch.num_requests, "pages": -(-batch.max_kv_len // batch.page_size)}
-    table = check.conforms("paged_kv_indices", table, "block_table", device, known)
+    table = validate.conforms("paged_kv_indices", table, "block_table", device, known)
     if table.device != device and buffer is None:
         before = table.new_zeros(batch.kv_begin)  # paged_kv_indptr may start above 0
         pages = torch.cat((before, _owned(table, batch)))
@@ -214,7 +214,7 @@ def upper_bounds(
 ) -> torch.Tensor | None:
     """Turns the batch's lengths of keys into upper bounds, and returns seq_lens, from which every
     run takes them. None: lengths_are_upper_bounds is False."""
-    if not check.flag("lengths_are_upper_bounds", a.lengths_are_upper_bounds):
+    if not validate.flag("lengths_are_upper_bounds", a.lengths_are_upper_bounds):
         return None
     if a.seq_lens is None:
         raise ValueError(
@@ -227,7 +227,7 @@ def upper_bounds(
             "plan with exact lengths"
         )
     known = {"batch_size": batch.num_requests}
-    kv_lens = check.conforms("seq_lens", a.seq_lens, "kv_lens", device, known)
+    kv_lens = validate.conforms("seq_lens", a.seq_lens, "kv_lens", device, known)
     batch.use_kv_upper_bounds()
     if _core.debugging():
         for i, keys in enumerate(kv_lens.tolist()):
@@ -251,9 +251,9 @@ def check_hints(a: BatchArguments, request: Request) -> None:
     if a.max_sequence_kv is not None:
         _check_longest("max_sequence_kv", a.max_sequence_kv, batch.max_kv_len)
     uniform = a.uniform_q_len
-    if uniform is not None and check.size("uniform_q_len", uniform) > 0:
+    if uniform is not None and validate.size("uniform_q_len", uniform) > 0:
         same = torch.full((batch.num_requests,), uniform, dtype=torch.int64, device="cpu")
-        other = batch.first_qo_len_other_than(check.address(same))
+        other = batch.first_qo_len_other_than(validate.address(same))
         if other >= 0:
             raise ValueError(
                 f"uniform_q_len={uniform}: request {other} has {batch.qo_len(other)} query tokens"
@@ -272,13 +272,13 @@ def check_hints(a: BatchArguments, request: Request) -> None:
 
 
 def _check_longest(name: str, value: Any, longest: int) -> None:
-    if check.size(name, value) < longest:
+    if validate.size(name, value) < longest:
         raise ValueError(f"{name}={value}: the batch has a request of {longest} tokens")
 
 
 def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.device) -> None:
     """seq_lens or seq_lens_q; those on the wrapper's own GPU are not read to compare."""
-    value = check.conforms(name, value, "hints", device)
+    value = validate.conforms(name, value, "hints", device)
     if value.numel() != batch.num_requests:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have batch_size = {batch.num_requests}"
@@ -288,7 +288,7 @@ def _check_lengths(name: str, value: Any, batch: _core.Batch, device: torch.devi
     value = value.cpu().reshape(-1).to(torch.int64).contiguous()
     queries = name == "seq_lens_q"
     first_other = batch.first_qo_len_other_than if queries else batch.first_kv_len_other_than
-    other = first_other(check.address(value))
+    other = first_other(validate.address(value))
     if other >= 0:
         planned = batch.qo_len(other) if queries else batch.kv_len(other)
         raise ValueError(
@@ -302,7 +302,7 @@ def _check_indptr(
 ) -> None:
     """Checks an indptr in tokens or in elements. Reads it from the GPU too: other offsets would be
     another layout, with another result."""
-    given = check.conforms(name, value, "indptr", device).cpu().to(torch.int64)
+    given = validate.conforms(name, value, "indptr", device).cpu().to(torch.int64)
     wanted = torch.tensor(planned, dtype=torch.int64, device="cpu")
     if not given.equal(wanted) and not given.equal(wanted * per_token):
         raise ValueError(
@@ -317,7 +317,7 @@ def _check_block_tables(block_tables: Any, request: Request) -> None:
     if pages.given is block_tables:
         return
     known = {"batch_size": batch.num_requests, "pages": -(-batch.max_kv_len // batch.page_size)}
-    table = check.conforms("block_tables", block_tables, "page_table", device, known)
+    table = validate.conforms("block_tables", block_tables, "page_table", device, known)
     if not (table.is_cpu and pages.given.is_cpu) and not _core.debugging():
         return
     if pages.given.dim() == 2:
@@ -327,7 +327,7 @@ def _check_block_tables(block_tables: Any, request: Request) -> None:
     table = table.cpu().contiguous()
     indices = pages.given.cpu()
     other = batch.first_pages_other_than(
-        check.address(indices), check.address(table), table.shape[1]
+        validate.address(indices), validate.address(table), table.shape[1]
     )
     if other >= 0:
         raise ValueError(f"block_tables[{other}] differs from the pages of paged_kv_indices")

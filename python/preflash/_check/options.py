@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from . import calls
-from . import values as check
+from . import calls, dtypes, torch_modes, validate
 from .arguments import RunOptions
 from .scales import Scales, softmax_scale
 
@@ -36,7 +35,7 @@ class BatchOptions(NamedTuple):
 
 
 def batch_options(a: calls.BatchArguments) -> BatchOptions:
-    check.not_traced()
+    torch_modes.not_traced()
     kind = type(a)
     given = (kind, has_mask(a), *_given_to[kind](a))
     try:
@@ -59,20 +58,20 @@ def _checked(kind: type, masked: bool, *given: Any) -> BatchOptions:
     head_dim, head_dim_vo = options["head_dim"], options["head_dim_vo"]
     if head_dim is None:
         raise TypeError("missing required argument: head_dim")
-    head_dim = check.size("head_dim", head_dim)
+    head_dim = validate.size("head_dim", head_dim)
     checked = _attention_options(
         options,
         masked,
         ("q_data_type", options["q_data_type"]),
         ("kv_data_type", options["kv_data_type"]),
         head_dim_qk=head_dim,
-        head_dim_vo=head_dim if head_dim_vo is None else check.size("head_dim_vo", head_dim_vo),
+        head_dim_vo=head_dim if head_dim_vo is None else validate.size("head_dim_vo", head_dim_vo),
     )
     return BatchOptions(
         checked,
         masked,
-        check.flag("causal", options["causal"]),
-        check.soft_cap("logits_soft_cap", options["logits_soft_cap"]),
+        validate.flag("causal", options["causal"]),
+        validate.soft_cap("logits_soft_cap", options["logits_soft_cap"]),
         converted_from(options["q_data_type"], checked),
         Scales(softmax_scale(None, checked), 1.0),
     )
@@ -82,8 +81,8 @@ def converted_from(given: Any, options: _core.AttentionOptions) -> torch.dtype |
     """The dtype of queries that every run converts; None: of none. given: q_data_type."""
     if options.q_dtype == options.kv_dtype:
         return None
-    same = check.dtype("q_data_type", given) == check.CONVERTED_QUERY
-    return check.CONVERTED_QUERY if same else None
+    same = validate.dtype("q_data_type", given) == dtypes.CONVERTED_QUERY
+    return dtypes.CONVERTED_QUERY if same else None
 
 
 def single_options(a: calls.SingleArguments) -> _core.AttentionOptions:
@@ -91,9 +90,9 @@ def single_options(a: calls.SingleArguments) -> _core.AttentionOptions:
     variant is looked at: binding checks the rest."""
     q, k, v = a.q, a.k, a.v
     for name, value in (("q", q), ("k", k), ("v", v)):
-        check.has_form(name, value, "single_tensor")
+        validate.has_form(name, value, "single_tensor")
     options = _in_one_spelling(options_of(a))
-    check.one_of("kv_layout", a.kv_layout, check.KV_LAYOUTS)
+    validate.one_of("kv_layout", a.kv_layout, validate.KV_LAYOUTS)
     tokens, heads = (0, 1) if a.kv_layout == "NHD" else (1, 0)
     if v.shape[tokens] != k.shape[tokens]:
         raise ValueError(f"v has {v.shape[tokens]} tokens and k {k.shape[tokens]}; must be equal")
@@ -131,10 +130,10 @@ def single_key(a: calls.SingleArguments) -> tuple:
     values = _given_to[calls.SingleArguments](a)
     types = tuple(map(type, values))
     if not _CONSTANT.issuperset(types):
-        given = dict(zip(calls.SingleArguments.OPTIONS, map(check.plain, values), strict=True))
+        given = dict(zip(calls.SingleArguments.OPTIONS, map(validate.plain, values), strict=True))
         window = given["window_left"]
         if isinstance(window, torch.Tensor) and window.dtype != torch.bool:
-            given["window_left"] = operator.index(check.tensor("window_left", window))
+            given["window_left"] = operator.index(validate.tensor("window_left", window))
         values = tuple(given.values())
         types = tuple(map(type, values))
         if any(isinstance(value, torch.Tensor) for value in values):
@@ -154,8 +153,8 @@ def check_neutral(options: dict[str, Any]) -> None:
         given = options.get(name, value)
         if given is not value:
             if value is None:
-                check.absent(**{name: given})
-            check.neutral(name, given, value)
+                validate.absent(**{name: given})
+            validate.neutral(name, given, value)
 
 
 def options_of(a: Any) -> dict[str, Any]:
@@ -165,18 +164,18 @@ def options_of(a: Any) -> dict[str, Any]:
 
 def check_unserved(a: RunOptions) -> None:
     """Refuses by name every option that would change a result and is not served."""
-    check.permission("enable_pdl", a.enable_pdl)
-    check.absent(kv_cache_sf=a.kv_cache_sf)
-    check.neutral("o_scale", a.o_scale, 1.0)
-    check.neutral("use_fp16_softmax", a.use_fp16_softmax, False)
-    check.neutral("uses_spcompress", a.uses_spcompress, False)
+    validate.permission("enable_pdl", a.enable_pdl)
+    validate.absent(kv_cache_sf=a.kv_cache_sf)
+    validate.neutral("o_scale", a.o_scale, 1.0)
+    validate.neutral("use_fp16_softmax", a.use_fp16_softmax, False)
+    validate.neutral("uses_spcompress", a.uses_spcompress, False)
 
 
 def _in_one_spelling(options: dict[str, Any]) -> dict[str, Any]:
     """Merges aliases into the canonical name of each option."""
     for alias, name in calls.ALIASES.items():
         if alias in options:
-            options[name] = check.alias(name, options[name], alias, options.pop(alias))
+            options[name] = validate.alias(name, options[name], alias, options.pop(alias))
     return options
 
 
@@ -186,7 +185,7 @@ def _attention_options(
     """Checks options and makes AttentionOptions of them. q, kv: name and value of a dtype argument.
     known: fields that no option of the call sets."""
     check_neutral(options)
-    encoding = check.position_encoding(
+    encoding = validate.position_encoding(
         options["pos_encoding_mode"], options["rope_scale"], options["rope_theta"]
     )
     for name, check_alone, field, default in calls.CHECKED_ALONE:
@@ -194,26 +193,26 @@ def _attention_options(
             value = check_alone(name, options.get(name, default))
             if field:
                 known[field] = value
-    if check.invariance("batch_invariant", options.get("batch_invariant", False)):
+    if validate.invariance("batch_invariant", options.get("batch_invariant", False)):
         # One pass over the keys: a fixed split of a prefill would write partial results.
         known["disable_split"] |= not known["fixed_split_size"]
-    q_dtype = kv_dtype = check.dtype(*q)
+    q_dtype = kv_dtype = validate.dtype(*q)
     _, kv_given = kv
-    if q_dtype == check.CONVERTED_QUERY:
+    if q_dtype == dtypes.CONVERTED_QUERY:
         if kv_given is not None:
-            kv_dtype = check.dtype(*kv)
-        q_dtype = check.converted_query_dtype("o_data_type", options["o_data_type"], kv_dtype)
+            kv_dtype = validate.dtype(*kv)
+        q_dtype = validate.converted_query_dtype("o_data_type", options["o_data_type"], kv_dtype)
     else:
-        check.query_dtype(*q)
+        validate.query_dtype(*q)
         if kv_given is not None:
-            kv_dtype = check.kv_dtype(*kv, q_dtype)
-    o_dtype = check.output_dtype("o_data_type", options["o_data_type"], q_dtype)
+            kv_dtype = validate.kv_dtype(*kv, q_dtype)
+    o_dtype = validate.output_dtype("o_data_type", options["o_data_type"], q_dtype)
     return _core.AttentionOptions(
-        q_dtype=check.CORE_DTYPES[q_dtype],
-        kv_dtype=check.CORE_DTYPES[kv_dtype],
-        o_dtype=check.CORE_DTYPES[o_dtype],
+        q_dtype=dtypes.CORE_DTYPES[q_dtype],
+        kv_dtype=dtypes.CORE_DTYPES[kv_dtype],
+        o_dtype=dtypes.CORE_DTYPES[o_dtype],
         # causal is ignored when a custom mask is given; a window is not.
-        causal=check.flag("causal", options["causal"]) and not masked,
+        causal=validate.flag("causal", options["causal"]) and not masked,
         mask=_core.Mask.custom if masked else _core.Mask.bounds,
         **encoding._asdict(),
         **known,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import values as check
+from . import validate
 
 
 class Outputs(NamedTuple):
@@ -38,7 +38,7 @@ def run_outputs(
         return DEFAULT_OUTPUTS
     outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
     if not usual or (return_lse is not False and return_lse is not True):
-        check.flag("return_lse", return_lse)
-        check.one_of("lse_base", lse_base, tuple(check.LSE_SCALES))
-        check.one_of("lse_layout", lse_layout, check.LSE_LAYOUTS)
+        validate.flag("return_lse", return_lse)
+        validate.one_of("lse_base", lse_base, tuple(validate.LSE_SCALES))
+        validate.one_of("lse_layout", lse_layout, validate.LSE_LAYOUTS)
     return outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import _core
-from . import values as check
+from . import validate
 
 _INT32_MAX = 2**31 - 1
 
@@ -75,7 +75,7 @@ def in_use(indices: torch.Tensor, indptr: torch.Tensor) -> None:
 
 def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
     """Checks the appended rows of k or v against the cache; returns the number of tokens."""
-    check.tensor(name, given)
+    validate.tensor(name, given)
     for what, value in ((name, given), ("the cache", pool)):
         if value.is_conj() or value.is_quantized:
             raise TypeError(
@@ -84,18 +84,18 @@ def rows(name: str, given: torch.Tensor, pool: torch.Tensor) -> int:
                 "resolve_conj() or int_repr()"
             )
     if pool.dim() > 0:
-        check.contiguous_rows("the cache", pool)
+        validate.contiguous_rows("the cache", pool)
     known = {"num_kv_heads": pool.shape[2], "head_dim": pool.shape[3], "cache_dtype": pool.dtype}
-    return check.conforms(name, given, "append_rows", pool.device, known).shape[0]
+    return validate.conforms(name, given, "append_rows", pool.device, known).shape[0]
 
 
 def index_arrays(
     kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, device: torch.device | None = None
 ) -> None:
     """Checks the pages of each request: their indptr, and the tokens in the last one."""
-    indptr = check.conforms("kv_indptr", kv_indptr, "append_indptr", device)
+    indptr = validate.conforms("kv_indptr", kv_indptr, "append_indptr", device)
     known = {"batch_size": indptr.numel() - 1}
-    check.conforms("kv_last_page_len", kv_last_page_len, "append_lengths", indptr.device, known)
+    validate.conforms("kv_last_page_len", kv_last_page_len, "append_lengths", indptr.device, known)
 
 
 def places(batch_indices: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from .. import _core
-from . import values as check
+from . import validate
 from .arguments import GivenScales, Scale
 
 
@@ -20,7 +20,7 @@ class Scales(NamedTuple):
 def softmax_scale(sm_scale: Scale, options: _core.AttentionOptions) -> float:
     if sm_scale is None:
         return 1.0 / math.sqrt(options.head_dim_qk)
-    return check.logits_scale("sm_scale", check.scale("sm_scale", sm_scale), options)
+    return validate.logits_scale("sm_scale", validate.scale("sm_scale", sm_scale), options)
 
 
 def folded_scales(
@@ -28,8 +28,8 @@ def folded_scales(
 ) -> Scales:
     q_scale, k_scale, v_scale = given
     if q_scale is not None:
-        sm_scale *= check.scale("q_scale", q_scale)
+        sm_scale *= validate.scale("q_scale", q_scale)
     if k_scale is not None:
-        sm_scale *= check.scale("k_scale", k_scale)
-    check.logits_scale("sm_scale * q_scale * k_scale", sm_scale, options)
-    return Scales(sm_scale, 1.0 if v_scale is None else check.scale("v_scale", v_scale))
+        sm_scale *= validate.scale("k_scale", k_scale)
+    validate.logits_scale("sm_scale * q_scale * k_scale", sm_scale, options)
+    return Scales(sm_scale, 1.0 if v_scale is None else validate.scale("v_scale", v_scale))

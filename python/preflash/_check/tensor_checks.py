@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .recording import eager
 from .rules import TENSORS, TensorRule
+from .torch_modes import eager
 
 ALIGNMENT = 16
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8)
@@ -65,7 +65,7 @@ def tensor(name: str, value: Any) -> torch.Tensor:
         is_tensor(name, value)
     negative = False
     try:
-        # NOTE: a nested tensor has an address and a storage, but neither shape nor strides.
+        # A nested tensor has an address and a storage, but neither shape nor strides.
         if not value.is_nested:
             if value.data_ptr() and bytes_reached(value) <= len(value.untyped_storage()):
                 negative = value.is_neg()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _core
-from . import values as check
+from . import dtypes, torch_modes, validate
 from .arguments import PER_HEAD_OPERANDS, KvCache, PerHead
 from .outputs import Outputs
 from .request import Request
@@ -40,10 +40,10 @@ def bind(
     known["rows of q"] = tokens
     out_strides = (heads * options.head_dim_vo, options.head_dim_vo)
     if outputs.out is not None:
-        out_strides = effective_strides(check.conforms("out", outputs.out, "", device, known))
+        out_strides = effective_strides(validate.conforms("out", outputs.out, "", device, known))
     of_lse = (0, 0, 1)
     if outputs.lse is not None:
-        lse = check.conforms("lse", outputs.lse, f"lse_{outputs.lse_layout}", device, known)
+        lse = validate.conforms("lse", outputs.lse, f"lse_{outputs.lse_layout}", device, known)
         of_lse = (*lse.stride()[:2], 2 if outputs.lse_layout == "STATS" else 1)
         if outputs.lse_layout == "HN":
             of_lse = (of_lse[1], of_lse[0], 1)
@@ -68,8 +68,8 @@ def sizes_of(options: _core.AttentionOptions) -> dict[str, Any]:
     """The sizes and dtypes of options, by their names in the rules of tensors."""
     names = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
     sizes = {name: getattr(options, name) for name in names}
-    dtypes = ("q_dtype", "kv_dtype", "o_dtype")
-    return sizes | {name: check.TORCH_DTYPES[getattr(options, name)] for name in dtypes}
+    names = ("q_dtype", "kv_dtype", "o_dtype")
+    return sizes | {name: dtypes.TORCH_DTYPES[getattr(options, name)] for name in names}
 
 
 def check_q(q: Any, request: Request, known: dict[str, Any]) -> tuple[int, int]:
@@ -77,8 +77,8 @@ def check_q(q: Any, request: Request, known: dict[str, Any]) -> tuple[int, int]:
     after its last request are padding, which kernels neither read nor write."""
     batch = request.batch
     if batch.exact_rows:
-        check_decode_rows(check.tensor("q", q), batch.num_requests, max(batch.max_qo_len, 1))
-    return effective_strides(check.conforms("q", q, "", request.device, known))
+        check_decode_rows(validate.tensor("q", q), batch.num_requests, max(batch.max_qo_len, 1))
+    return effective_strides(validate.conforms("q", q, "", request.device, known))
 
 
 def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> None:
@@ -99,7 +99,7 @@ def check_decode_rows(q: torch.Tensor, batch_size: int, q_len_per_req: int) -> N
 
 def _check_ragged(name: str, value: Any, request: Request, known: dict[str, Any]) -> KvNumbers:
     """k or v: [tokens, num_kv_heads, head_dim], or [num_kv_heads, tokens, head_dim] with HND."""
-    value = check.conforms(name, value, "", request.device, known)
+    value = validate.conforms(name, value, "", request.device, known)
     tokens = value.shape[0 if request.kv_layout == "NHD" else 1]
     return (0, *_token_first(effective_strides(value), request), 1, tokens)
 
@@ -140,10 +140,10 @@ def _check_paged(
 def _check_pages(
     name: str, value: Any, rule: str, request: Request, known: dict[str, Any]
 ) -> KvNumbers:
-    check.tensor(name, value)
+    validate.tensor(name, value)
     if request.page_size == 1 and value.dim() == 3:
         value = value.unsqueeze(1 if request.kv_layout == "NHD" else 2)
-    pages = check.conforms(name, value, rule, request.device, known).shape[0]
+    pages = validate.conforms(name, value, rule, request.device, known).shape[0]
     if request.largest_page >= pages:
         raise ValueError(
             f"paged_kv_indices holds {request.largest_page}; {name} has {pages} pages, so an "
@@ -176,16 +176,16 @@ def check_per_head(
             continue
         of = PER_HEAD_OPERANDS.get(name)
         if of is not None:
-            dtype = check.TORCH_DTYPES[options.kv_dtype]
+            dtype = dtypes.TORCH_DTYPES[options.kv_dtype]
             if of == "q":
-                dtype = q_given or check.TORCH_DTYPES[options.q_dtype]
-            if dtype not in check.FP8_DTYPES:
+                dtype = q_given or dtypes.TORCH_DTYPES[options.q_dtype]
+            if dtype not in dtypes.FP8_DTYPES:
                 raise ValueError(
                     f"{name}: only an fp8 tensor has a factor for each head, and {of} is {dtype}; "
                     f"leave it None, and pass one factor as {of}_scale"
                 )
-        check.forward_only(**{name: value})
-        check.conforms(name, value, "", device, sizes_of(options))
+        torch_modes.forward_only(**{name: value})
+        validate.conforms(name, value, "", device, sizes_of(options))
 
 
 def lse_shape(layout: str, tokens: int, request: Request) -> tuple[int, ...]:
@@ -203,7 +203,9 @@ def reaches_into(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _end(value: torch.Tensor) -> int:
-    return value.data_ptr() + check.bytes_reached(value) - value.storage_offset() * value.itemsize
+    return (
+        value.data_ptr() + validate.bytes_reached(value) - value.storage_offset() * value.itemsize
+    )
 
 
 def kv_of(kv: KvCache) -> tuple[torch.Tensor, torch.Tensor]:

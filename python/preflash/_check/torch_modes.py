@@ -77,7 +77,7 @@ def not_differentiated(*tensors: torch.Tensor, what: str = "an input") -> None:
             for value in tensors:
                 if value.requires_grad:
                     raise _no_gradient(f"{what} requires grad")
-        # NOTE: torch.no_grad() does not switch forward-mode differentiation off.
+        # torch.no_grad() does not switch forward-mode differentiation off.
         if forward_ad._current_level >= 0:
             for value in tensors:
                 if forward_ad.unpack_dual(value).tangent is not None:
@@ -102,7 +102,7 @@ def _no_gradient(why: str) -> NotImplementedError:
 
 
 def traced() -> bool:
-    """Returns True where torch records this call instead of making it (_wrap.traced):
+    """Returns True where torch records this call instead of making it (_wrappers.compile_ops):
     torch.compile, make_fx, torch.export, FakeTensorMode. torch.compile takes the first term for
     True.
 

@@ -16,20 +16,11 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .recording import (  # noqa: F401
-    TORCH,
-    eager,
-    forward_only,
-    is_dynamo_compiling,
-    not_compiled,
-    not_differentiated,
-    not_traced,
-    traced,
-    written,
-)
-
-# The checks of all three modules go by one name, `check`.
+from . import torch_modes
+from .dtypes import CONVERTED_QUERY, FP8_DTYPES, FP8_OUTPUTS, FP8_QUERY, SHORT_DTYPES, WIDE_DTYPES
 from .rules import RANGES
+
+# Checks of tensors, too, are called as validate.NAME.
 from .tensor_checks import (  # noqa: F401
     ALIGNMENT,
     address,
@@ -48,29 +39,8 @@ from .tensor_checks import (  # noqa: F401
     tensor,
 )
 
-CORE_DTYPES = {getattr(torch, name): core for name, core in _core.DType.__members__.items()}
-TORCH_DTYPES = {core: dtype for dtype, core in CORE_DTYPES.items()}
-WIDE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Short names of dtypes, those in the ids of kernels first; torch has the long ones.
-SHORT_DTYPES = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-FP8_QUERY = torch.float8_e4m3fn
 # PREFLASH_BATCH_INVARIANT of the environment, read once at import.
 ALWAYS_INVARIANT = os.environ.get("PREFLASH_BATCH_INVARIANT", "") not in ("", "0")
-# Queries of this dtype are converted, which is exact, to that of the output.
-CONVERTED_QUERY = torch.float8_e5m2
-# Output dtypes for fp8 queries, the default first.
-FP8_OUTPUTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 POSITIONS = {
     "NONE": _core.Position.none,
     "ROPE_LLAMA": _core.Position.rope,
@@ -196,7 +166,7 @@ def scale(name: str, value: Any) -> float:
                 f"{name} has {value.numel()} elements; must be a float or a one-element tensor"
                 + hint
             )
-        not_differentiated(value, what=name)
+        torch_modes.not_differentiated(value, what=name)
         value = value.item()
     return real(name, value)
 

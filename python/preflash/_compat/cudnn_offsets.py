@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import validate
 from .._check.calls import BatchArguments, PagedPlanArguments
 
 
@@ -30,8 +30,8 @@ def to_tokens(
         lengths = getattr(a, lengths_name)
         if not isinstance(lengths, torch.Tensor) or width == 1:
             continue  # the checks of plan() say what is wrong
-        begins = check.conforms(name, getattr(a, name), "indptr", device).cpu().to(torch.int64)
-        lengths = check.tensor(lengths_name, lengths).reshape(-1).cpu().to(torch.int64)
+        begins = validate.conforms(name, getattr(a, name), "indptr", device).cpu().to(torch.int64)
+        lengths = validate.tensor(lengths_name, lengths).reshape(-1).cpu().to(torch.int64)
         fits = begins.numel() == lengths.numel() + 1 and begins.diff().equal(lengths * width)
         if fits and bool(lengths.any()) and int(begins[0]) % width == 0:
             if name in buffers and getattr(a, name).data_ptr() == buffers[name].data_ptr():

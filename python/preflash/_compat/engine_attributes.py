@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._check import values as check
+from .._check import dtypes, validate
 from .._check.arguments import NO_ITEMS
 from .._check.request import Request
 from .plan_module import PlanModule
@@ -19,7 +19,7 @@ from .plan_module import PlanModule
 _REPLAN = "call plan() with what should change, or construct another wrapper"
 
 
-class told(property):  # noqa: N801, used like property
+class readonly_property(property):  # noqa: N801, used like property
     """A read-only property whose assignment raises AttributeError with the reason."""
 
     name = ""
@@ -28,13 +28,13 @@ class told(property):  # noqa: N801, used like property
         self.name = name
 
     def __set__(self, instance: object, value: Any) -> None:
-        self.refuse(instance, "tells what is planned and cannot be set")
+        self.refuse(instance, "is read-only")
 
     def refuse(self, instance: object, why: str) -> NoReturn:
         raise AttributeError(f"{type(instance).__name__}.{self.name} {why}: {_REPLAN}")
 
 
-class announced(told):  # noqa: N801, used like property
+class ignored_in_graphs(readonly_property):  # noqa: N801, used like property
     """A read-only property that engines set, between replays of a graph, to the value in the plan
     that they are about to make."""
 
@@ -43,8 +43,8 @@ class announced(told):  # noqa: N801, used like property
             super().__set__(instance, value)
 
 
-class repeated(announced):  # noqa: N801, used like property
-    """An announced property that engines set only to its present value, or to None."""
+class constant_property(ignored_in_graphs):  # noqa: N801, used like property
+    """A property of that kind that engines set only to its present value, or to None."""
 
     def __set__(self, instance: object, value: Any) -> None:
         super().__set__(instance, value)
@@ -53,18 +53,18 @@ class repeated(announced):  # noqa: N801, used like property
             self.refuse(instance, f"is {now!r} and cannot become {value!r}")
 
 
-class graph_buffer(told):  # noqa: N801, used like property
+class graph_buffer(readonly_property):  # noqa: N801, used like property
     """A buffer of a wrapper for CUDA graphs, which may be set after `_use_cuda_graph = True`, up to
     the first plan(); of other wrappers, a copy of what plan() was given.
 
-    part: of GraphBuffers. planned: what a wrapper without graphs tells; by default the batch's
-    array of that name. absent: told where there is neither.
+    part: of GraphBuffers. planned: value of a wrapper without graphs; by default the batch's
+    array of that name. absent: value where there is neither.
     """
 
     def __init__(
         self, part: str, planned: Callable[[Any], Any] | None = None, absent: Any = None
     ) -> None:
-        def tell(wrapper: Any) -> Any:
+        def read(wrapper: Any) -> Any:
             if wrapper._graph is not None:
                 return getattr(wrapper._graph.buffers, part)
             if wrapper._plan.request is None:
@@ -74,7 +74,7 @@ class graph_buffer(told):  # noqa: N801, used like property
                 return planned(wrapper)
             return planned_array(getattr(wrapper._batch, part), wrapper.device)
 
-        super().__init__(tell)
+        super().__init__(read)
 
     def __set__(self, instance: object, value: Any) -> None:
         if not instance._awaits_buffers:
@@ -84,19 +84,19 @@ class graph_buffer(told):  # noqa: N801, used like property
 
 
 def of_plan(
-    path: str, before: Any = None, as_told: Callable[[Any], Any] | None = None
+    path: str, before: Any = None, convert: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], Any]:
-    """Getter for an attribute path on a wrapper's current plan (_wrap.plan.Plan). Returns
-    `before` until the first plan(). as_told: converts the value."""
+    """Getter for an attribute path on a wrapper's current plan (_wrappers.plan.Plan). Returns
+    `before` until the first plan(). convert: converts the value."""
     find = operator.attrgetter(path)
 
-    def tell(wrapper: Any) -> Any:
+    def read(wrapper: Any) -> Any:
         plan = wrapper._plan
         if plan.request is None:
             return before
-        return find(plan) if as_told is None else as_told(find(plan))
+        return find(plan) if convert is None else convert(find(plan))
 
-    return tell
+    return read
 
 
 def forwards(part: str, *names: str, **renamed: str) -> Callable[[type], type]:
@@ -118,26 +118,26 @@ def _forwarded(part: str, name: str) -> property:
     return property(operator.attrgetter(f"{part}.{name}"), assign)
 
 
-def only(neutral: Any, why: str) -> property:
+def fixed_property(neutral: Any, why: str) -> property:
     """Property that may be set to one value only: engines set it, whether or not they use it."""
-    return _settled(lambda instance: neutral, f": {why}")
+    return _fixed_property(lambda instance: neutral, f": {why}")
 
 
 def _of_items(name: str) -> property:
     """Property for an argument of multi-item scoring, as plan() got it."""
     why = ": multi-item scoring is planned by plan(prefix_len_ptr=...); leave this as it is"
-    return _settled(of_plan(f"request.items.{name}", getattr(NO_ITEMS, name)), why)
+    return _fixed_property(of_plan(f"request.items.{name}", getattr(NO_ITEMS, name)), why)
 
 
-def _settled(tell: Callable[[Any], Any], why: str) -> property:
+def _fixed_property(read: Callable[[Any], Any], why: str) -> property:
     """Property that may be set to its present value only. why: error text after the class name."""
 
     def refuse_others(instance: object, value: Any) -> None:
-        now = tell(instance)
+        now = read(instance)
         if value is not now and (isinstance(value, torch.Tensor) or now is None or value != now):
             raise NotImplementedError(f"{type(instance).__name__}{why}")
 
-    return property(tell, refuse_others)
+    return property(read, refuse_others)
 
 
 class PlannedValues(torch.Tensor):
@@ -183,7 +183,7 @@ def planned_pages(request: Request) -> torch.Tensor:
 
 _BATCH = "request.batch"
 _OPTIONS = "request.options"
-_torch_dtype = check.TORCH_DTYPES.get
+_torch_dtype = dtypes.TORCH_DTYPES.get
 
 
 def _mask(wrapper: Any) -> torch.Tensor | None:
@@ -211,9 +211,9 @@ class EngineAttributes:
 
     _batch = property(of_plan(_BATCH))
 
-    @told
+    @readonly_property
     def _backend(self) -> str:
-        """The backend that the constructor's caller named, or the planned one after "auto". NOTE:
+        """The backend that the constructor's caller named, or the planned one after "auto".
         SGLang asserts that it is the "fa2" of its code, also if PREFLASH_BACKEND chose others."""
         return self._requested_backend.by_caller or self._planned_backend
 
@@ -223,35 +223,37 @@ class EngineAttributes:
         primary = self._plan.primary
         return self._requested_backend.name if primary is None else primary.backend.name
 
-    _causal = told(of_plan("request.causal", False))
-    _window_left = told(of_plan(f"{_OPTIONS}.window_left", -1))
-    _logits_soft_cap = told(of_plan("request.logits_soft_cap", 0.0))
-    _sm_scale = told(of_plan("request.scales.logits"))
+    _causal = readonly_property(of_plan("request.causal", False))
+    _window_left = readonly_property(of_plan(f"{_OPTIONS}.window_left", -1))
+    _logits_soft_cap = readonly_property(of_plan("request.logits_soft_cap", 0.0))
+    _sm_scale = readonly_property(of_plan("request.scales.logits"))
 
-    _pos_encoding_mode = repeated(of_plan(f"{_OPTIONS}.position", as_told=check.MODE_OF.get))
+    _pos_encoding_mode = constant_property(
+        of_plan(f"{_OPTIONS}.position", convert=validate.MODE_OF.get)
+    )
     # flashinfer's BatchDecodeWithSharedPrefixPagedKVCacheWrapper gives these two to the attention
     # over its prefix.
-    _rope_scale = repeated(of_plan(f"{_OPTIONS}.rope_scale"))
-    _rope_theta = repeated(of_plan(f"{_OPTIONS}.rope_theta"))
-    _num_qo_heads = repeated(of_plan(f"{_OPTIONS}.num_qo_heads"))
-    _num_kv_heads = repeated(of_plan(f"{_OPTIONS}.num_kv_heads"))
-    _batch_size = repeated(of_plan(f"{_BATCH}.num_requests"))
-    _cached_q_data_type = repeated(
-        of_plan("request", as_told=lambda r: r.q_given or _torch_dtype(r.options.q_dtype))
+    _rope_scale = constant_property(of_plan(f"{_OPTIONS}.rope_scale"))
+    _rope_theta = constant_property(of_plan(f"{_OPTIONS}.rope_theta"))
+    _num_qo_heads = constant_property(of_plan(f"{_OPTIONS}.num_qo_heads"))
+    _num_kv_heads = constant_property(of_plan(f"{_OPTIONS}.num_kv_heads"))
+    _batch_size = constant_property(of_plan(f"{_BATCH}.num_requests"))
+    _cached_q_data_type = constant_property(
+        of_plan("request", convert=lambda r: r.q_given or _torch_dtype(r.options.q_dtype))
     )
-    _cached_kv_data_type = repeated(of_plan(f"{_OPTIONS}.kv_dtype", as_told=_torch_dtype))
-    _cached_o_data_type = repeated(of_plan(f"{_OPTIONS}.o_dtype", as_told=_torch_dtype))
-    _plan_info = repeated(of_plan("primary.plan"))
-    _qo_indptr_last = announced(of_plan(f"{_BATCH}.qo_end"))
+    _cached_kv_data_type = constant_property(of_plan(f"{_OPTIONS}.kv_dtype", convert=_torch_dtype))
+    _cached_o_data_type = constant_property(of_plan(f"{_OPTIONS}.o_dtype", convert=_torch_dtype))
+    _plan_info = constant_property(of_plan("primary.plan"))
+    _qo_indptr_last = ignored_in_graphs(of_plan(f"{_BATCH}.qo_end"))
 
     @property
     def _use_cuda_graph(self) -> bool:
-        """NOTE: RTP-LLM sets it, the buffers and _fixed_batch_size after the constructor."""
+        """RTP-LLM sets it, the buffers and _fixed_batch_size after the constructor."""
         return self.is_cuda_graph_enabled
 
     @_use_cuda_graph.setter
     def _use_cuda_graph(self, value: bool) -> None:
-        value = check.flag("_use_cuda_graph", value)
+        value = validate.flag("_use_cuda_graph", value)
         if value == self._use_cuda_graph:
             return
         if self._graph is not None or self._plan.request is not None:
@@ -267,31 +269,33 @@ class EngineAttributes:
     _custom_mask_buf = graph_buffer("mask", _mask)  # packed
     _mask_indptr_buf = graph_buffer("mask_indptr", _mask_indptr)  # first bytes in that
 
-    @told
+    @readonly_property
     def _max_total_num_rows(self) -> int | None:
         """Maximum query rows of any plan, set by the first one; None: no limit, as always without
         CUDA graphs."""
         return self._plan.graph_rows or None
 
     # NOTE: engines put sinks here for run() to find; they must not be lost.
-    _sinks = _settled(lambda self: None, "._sinks: run() does not look there; give it sinks=")
-    _cached_module = told(PlanModule)
-    _jit_module = only(None, "nothing is compiled at run time; _jit_module stays None")
+    _sinks = _fixed_property(
+        lambda self: None, "._sinks: run() does not look there; give it sinks="
+    )
+    _cached_module = readonly_property(PlanModule)
+    _jit_module = fixed_property(None, "nothing is compiled at run time; _jit_module stays None")
     _prefix_len_ptr = _of_items("prefix_len_ptr")
     _token_pos_in_items_ptr = _of_items("token_pos_in_items_ptr")
     _token_pos_in_items_len = _of_items("token_pos_in_items_len")
     _max_item_len_ptr = _of_items("max_item_len_ptr")
-    _block_tables = only(None, "block tables are plan()'s to check, and not used")
+    _block_tables = fixed_property(None, "block tables are plan()'s to check, and not used")
 
-    _float_workspace_buffer = told(operator.attrgetter("_plan.workspace.float_tensor"))
+    _float_workspace_buffer = readonly_property(operator.attrgetter("_plan.workspace.float_tensor"))
     # The work list, which plan() allocates.
-    _int_workspace_buffer = told(of_plan("primary.plan_buffer.buffer.tensor"))
+    _int_workspace_buffer = readonly_property(of_plan("primary.plan_buffer.buffer.tensor"))
     # The staging memory is not a tensor.
-    _pin_memory_int_workspace_buffer = told(lambda wrapper: None)
+    _pin_memory_int_workspace_buffer = readonly_property(lambda wrapper: None)
 
 
 class PagedEngineAttributes(EngineAttributes):
-    @told
+    @readonly_property
     def _kv_lens_buffer(self) -> torch.Tensor | None:
         """The keys of every request."""
         batch = self._batch

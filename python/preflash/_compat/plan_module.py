@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import dtypes, validate
 from .._check.calls import PagedPlanArguments
 
 
@@ -78,22 +78,22 @@ class PlanModule:
         if float_workspace_buffer is not wrapper._float_workspace_buffer:
             raise ValueError("float_workspace_buffer is not this wrapper's")
         for value in more:
-            check.neutral("num_colocated_ctas", value, 0)
+            validate.neutral("num_colocated_ctas", value, 0)
         masked = options.mask == _core.Mask.custom
         arguments = PagedPlanArguments(
             qo_indptr, kv_indptr, buffers.indices, _last_page_len(kv_indptr, kv_lens, page_size),
             num_qo_heads, num_kv_heads, head_dim_qk, page_size,
             packed_custom_mask=buffers.mask if masked else None,
             causal=causal,
-            pos_encoding_mode=check.MODE_OF[options.position],
+            pos_encoding_mode=validate.MODE_OF[options.position],
             sm_scale=request.scales.logits,
             window_left=window_left,
             logits_soft_cap=request.logits_soft_cap,
             rope_scale=options.rope_scale,
             rope_theta=options.rope_theta,
             q_data_type=wrapper._cached_q_data_type,
-            kv_data_type=check.TORCH_DTYPES[options.kv_dtype],
-            o_data_type=check.TORCH_DTYPES[options.o_dtype],
+            kv_data_type=dtypes.TORCH_DTYPES[options.kv_dtype],
+            o_data_type=dtypes.TORCH_DTYPES[options.o_dtype],
             head_dim_vo=head_dim_vo,
             fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
@@ -105,7 +105,7 @@ class PlanModule:
 def _last_page_len(kv_indptr: torch.Tensor, kv_lens: torch.Tensor, page_size: int) -> torch.Tensor:
     """int32 on the host."""
     for name, value in (("kv_indptr", kv_indptr), ("kv_lens", kv_lens)):
-        check.is_tensor(name, value)
+        validate.is_tensor(name, value)
         if not value.is_cpu:
             raise ValueError(f"{name} is on {value.device}; must be on the CPU")
     pages = kv_indptr[1:] - kv_indptr[:-1]

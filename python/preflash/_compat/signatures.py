@@ -13,7 +13,7 @@ from .. import _core
 from .._check.calls import NEUTRAL
 from .._check.names import with_nearest
 from .._check.outputs import Outputs
-from .._check.recording import (
+from .._check.torch_modes import (
     eager,
     function_mode_is_active,
     is_dynamo_compiling,

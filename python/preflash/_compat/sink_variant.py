@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._check import values as check
+from .._check import validate
 from .._check.arguments import KvCache, Result, RunOptions, Scale
 from .._check.names import with_nearest
 from .._check.options import check_unserved
@@ -20,7 +20,7 @@ _KWARGS = ("use_sliding_window", "use_fp16_qk_reduction", "use_logits_soft_cap")
 _OUTPUTS = Outputs()._asdict()
 
 
-def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
+def options_of(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
     """Returns the options that jit_args fix and plan() must not contradict; None without jit_args.
 
     jit_args: (uri, dtypes of q, k and v, output and indices, two head_dims, names and types of
@@ -29,7 +29,7 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
     Raises NotImplementedError for every variant but "AttentionSink".
     """
     if jit_args is None:
-        check.neutral("jit_kwargs", jit_kwargs)
+        validate.neutral("jit_kwargs", jit_kwargs)
         return None
     given = list(jit_args) if isinstance(jit_args, (tuple, list)) else []
     served = len(given) == 13 and given[11] == "AttentionSink" and given[4] == torch.int32
@@ -40,23 +40,23 @@ def announced(jit_args: Any, jit_kwargs: Any) -> dict[str, Any] | None:
             "int32 indices; leave it None"
         )
     kwargs = dict(jit_kwargs or {})
-    mode = check.size(
+    mode = validate.size(
         "jit_kwargs['pos_encoding_mode']", kwargs.pop("pos_encoding_mode", 0), "pos_encoding_mode"
     )
     for name in _KWARGS:
-        check.permission(f"jit_kwargs[{name!r}]", kwargs.pop(name, None))
+        validate.permission(f"jit_kwargs[{name!r}]", kwargs.pop(name, None))
     if kwargs:
         raise NotImplementedError(
             f"jit_kwargs[{min(kwargs)!r}] is not served by this build; it takes "
             f"{', '.join(_KWARGS)} and pos_encoding_mode"
         )
     return {
-        "pos_encoding_mode": check.ENCODING_MODES[mode],
-        "q_data_type": check.dtype("jit_args[1]", given[1]),
-        "kv_data_type": check.dtype("jit_args[2]", given[2]),
-        "o_data_type": check.dtype("jit_args[3]", given[3]),
-        "head_dim_qk": check.size("jit_args[5]", given[5], "head_dim_qk"),
-        "head_dim_vo": check.size("jit_args[6]", given[6], "head_dim_vo"),
+        "pos_encoding_mode": validate.ENCODING_MODES[mode],
+        "q_data_type": validate.dtype("jit_args[1]", given[1]),
+        "kv_data_type": validate.dtype("jit_args[2]", given[2]),
+        "o_data_type": validate.dtype("jit_args[3]", given[3]),
+        "head_dim_qk": validate.size("jit_args[5]", given[5], "head_dim_qk"),
+        "head_dim_vo": validate.size("jit_args[6]", given[6], "head_dim_vo"),
     }
 
 
@@ -81,7 +81,7 @@ def _run_paged(
         sm_scale: factor of the logits instead of plan()'s; None is plan()'s.
         The others are those of the wrapper's run(), by name.
     """
-    check.one_cache((sink,))
+    validate.one_cache((sink,))
     return _run(self, q, paged_kv_cache, sink, sm_scale, args, options)
 
 
@@ -110,11 +110,11 @@ def _run(
     args: tuple,
     options: dict[str, Any],
 ) -> Result:
-    check.nothing_more("run", args)
+    validate.nothing_more("run", args)
     names = RunOptions._fields[1:]
     given = RunOptions(**{name: options.pop(name) for name in names if name in options})
     check_unserved(given)
-    sink = check.alias("sink", sink, "sinks", given.sinks)
+    sink = validate.alias("sink", sink, "sinks", given.sinks)
     if sink is None:
         raise TypeError(
             "run() missing sink: the wrapper was constructed with jit_args of 'AttentionSink'"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import validate
 from .._check.request import Request
 from .stream import ordinal_of
 
@@ -158,7 +158,7 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
     names = (*NAMES, CUDNN) if with_cudnn else NAMES
     if override := os.environ.get(OVERRIDE):
         if not isinstance(name, str):
-            check.one_of("backend", name, names)
+            validate.one_of("backend", name, names)
         if override not in NAMES:
             raise ValueError(
                 f"{OVERRIDE}={override!r} in the environment: must be unset, or one of "
@@ -176,7 +176,7 @@ def requested(name: object, *, with_cudnn: bool = False) -> Requested:
             f"{', '.join(names)}: pass backend='auto', or, where an engine passes the name, set "
             f"{OVERRIDE}=auto in the environment"
         )
-    name = check.one_of("backend", name, names)
+    name = validate.one_of("backend", name, names)
     return Requested("auto" if name == CUDNN else name)
 
 

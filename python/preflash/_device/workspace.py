@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from .._check import values as check
+from .._check import validate
 from .._check.tensors import reaches_into
 
 
 def check_buffer(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
     """A workspace: contiguous, 16-byte aligned, of any dtype."""
-    return check.conforms(name, value, "workspace", device)
+    return validate.conforms(name, value, "workspace", device)
 
 
 def check_apart(**buffers: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import dtypes, torch_modes, validate
 from .._check.arguments import KvCache, PerHead
 from .._check.scales import Scales
 from .._check.tensors import check_per_head, kv_of, refuse_shared, sizes_of
@@ -76,13 +76,13 @@ def checked(a: SimpleNamespace) -> FmhaCall:
     q_dtype = operands.q.dtype
     out_dtype = out_dtype_of(a.out, a.out_dtype, q_dtype)
     # The dtype that kernels write: any output dtype for 8-bit queries, else that of the queries.
-    written = out_dtype if q_dtype == check.FP8_QUERY else q_dtype
+    written = out_dtype if q_dtype == dtypes.FP8_QUERY else q_dtype
     options = _options(a, operands, written)
-    bmm1 = check.scale("bmm1_scale", a.bmm1_scale)
-    check.logits_scale("bmm1_scale", bmm1, options)
-    bmm2 = check.scale("bmm2_scale", a.bmm2_scale)
+    bmm1 = validate.scale("bmm1_scale", a.bmm1_scale)
+    validate.logits_scale("bmm1_scale", bmm1, options)
+    bmm2 = validate.scale("bmm2_scale", a.bmm2_scale)
     check_per_head(per_head, options, device)
-    wants_stats = check.flag("save_softmax_stats", a.save_softmax_stats)
+    wants_stats = validate.flag("save_softmax_stats", a.save_softmax_stats)
     stats_scale = None
     if wants_stats:
         stats_scale = _stats_scale(bmm1, options)
@@ -94,14 +94,14 @@ def checked(a: SimpleNamespace) -> FmhaCall:
         # The maximum of a row is that of one pass over its keys.
         options = options.replace(disable_split=True)
     if a.out is not None:
-        check.forward_only(out=a.out)  # rows that are converted do not go through a run
+        torch_modes.forward_only(out=a.out)  # rows that are converted do not go through a run
         known = sizes_of(options) | {"rows of q": operands.q.shape[0]}
         # An output that is converted is copied into, which takes any strides and dtype.
         rule = "out" if out_dtype == written else "converted_out"
-        check.conforms("out", a.out, rule, device, known)
+        validate.conforms("out", a.out, rule, device, known)
         refuse_shared("out", a.out, "workspace_buffer", workspace)
     if a.lse is not None:
-        check.tensor("lse", a.lse)
+        validate.tensor("lse", a.lse)
         refuse_shared("lse", a.lse, "workspace_buffer", workspace)
     return FmhaCall(
         operands=operands,
@@ -113,7 +113,7 @@ def checked(a: SimpleNamespace) -> FmhaCall:
         wants_stats=wants_stats,
         stats_scale=stats_scale,
         backend=backends.requested(a.backend).name,
-        return_lse=check.flag("return_lse", a.return_lse),
+        return_lse=validate.flag("return_lse", a.return_lse),
     )
 
 
@@ -123,15 +123,15 @@ def _options(
     q = operands.q
     mode = _mode("mask_mode", a.mask_mode, _MASK_MODES)
     position = "none" if a.pos_encoding_mode is None else a.pos_encoding_mode
-    window = check.window_left("window_left", a.window_left)
+    window = validate.window_left("window_left", a.window_left)
     return _core.AttentionOptions(
         num_qo_heads=q.shape[1],
         num_kv_heads=operands.num_kv_heads,
         head_dim_qk=q.shape[2],
         head_dim_vo=operands.head_dim_vo,
-        q_dtype=check.CORE_DTYPES[q.dtype],
-        kv_dtype=check.CORE_DTYPES[operands.kv_dtype],
-        o_dtype=check.CORE_DTYPES[o_dtype],
+        q_dtype=dtypes.CORE_DTYPES[q.dtype],
+        kv_dtype=dtypes.CORE_DTYPES[operands.kv_dtype],
+        o_dtype=dtypes.CORE_DTYPES[o_dtype],
         causal=mode != "padding" and a.draft_mask is None,
         mask=_core.Mask.bounds if a.draft_mask is None else _core.Mask.custom,
         window_left=window if mode == "sliding_window" else -1,
@@ -139,12 +139,12 @@ def _options(
         position=_POSITIONS[_mode("pos_encoding_mode", position, _POSITIONS)],
         soft_cap=_soft_cap(a.logits_soft_cap_scale),
         skip_factor=_skip_factor(a),
-        disable_split=check.ALWAYS_INVARIANT,
+        disable_split=validate.ALWAYS_INVARIANT,
     )
 
 
 def _chunk_size(value: Any, effective: bool) -> int:
-    size = check.size("chunked_attention_size", value)
+    size = validate.size("chunked_attention_size", value)
     if size & (size - 1):
         raise ValueError(f"chunked_attention_size={size}: must be a power of two")
     if effective and size == 0:
@@ -157,23 +157,23 @@ def _chunk_size(value: Any, effective: bool) -> int:
 
 def _mode(name: str, value: Any, allowed: Collection[str]) -> str:
     """Checks a mode, in letters of either case."""
-    return check.one_of(name, value.lower() if isinstance(value, str) else value, allowed)
+    return validate.one_of(name, value.lower() if isinstance(value, str) else value, allowed)
 
 
 def _soft_cap(value: Any) -> float:
     if value is None:
         return 0.0
-    cap = check.real("logits_soft_cap_scale", value)
-    if cap != 0.0 and not check.SMALLEST_SOFT_CAP <= cap <= check.LARGEST_SOFT_CAP:
+    cap = validate.real("logits_soft_cap_scale", value)
+    if cap != 0.0 and not validate.SMALLEST_SOFT_CAP <= cap <= validate.LARGEST_SOFT_CAP:
         raise ValueError(
-            f"logits_soft_cap_scale={cap}: must be in [{check.SMALLEST_SOFT_CAP}, "
-            f"{check.LARGEST_SOFT_CAP}], or None or 0 for none"
+            f"logits_soft_cap_scale={cap}: must be in [{validate.SMALLEST_SOFT_CAP}, "
+            f"{validate.LARGEST_SOFT_CAP}], or None or 0 for none"
         )
     return cap
 
 
 def _skip_factor(a: SimpleNamespace) -> float:
-    factor = check.skip_factor(a.skip_softmax_threshold_scale_factor)
+    factor = validate.skip_factor(a.skip_softmax_threshold_scale_factor)
     if factor > 0.0 and a.save_softmax_stats:
         raise ValueError(
             f"skip_softmax_threshold_scale_factor={factor} with save_softmax_stats=True: the sum "
@@ -192,19 +192,19 @@ def _stats_scale(bmm1: float, options: _core.AttentionOptions) -> float:
         )
     unscaled = 1.0 if options.soft_cap > 0.0 else 1.0 / bmm1
     scale = math.log(2.0) * unscaled / math.sqrt(options.head_dim_qk)
-    if scale > check.FLOAT32_MAX:
+    if scale > validate.FLOAT32_MAX:
         raise ValueError(f"bmm1_scale={bmm1}: its inverse must be finite in float32")
     return scale
 
 
 def out_dtype_of(out: Any, out_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     if out is not None:
-        check.tensor("out", out)
+        validate.tensor("out", out)
     if out_dtype is None:
         wanted = q_dtype if out is None else out.dtype
     else:
         eight_bits = isinstance(out_dtype, str) and out_dtype == "fp8"
-        wanted = check.dtype("out_dtype", "float8_e4m3fn" if eight_bits else out_dtype)
+        wanted = validate.dtype("out_dtype", "float8_e4m3fn" if eight_bits else out_dtype)
     if wanted not in _OUT_DTYPES and wanted != q_dtype:
         raise TypeError(
             f"{'out' if out_dtype is None else 'out_dtype'} is {wanted}; must be float16, "
@@ -230,10 +230,10 @@ def _operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
         )
     if paged and page_size < 1:
         raise ValueError(f"qkv: pages of {page_size} tokens; must hold at least 1")
-    check.query_dtype("qkv", q.dtype)
+    validate.query_dtype("qkv", q.dtype)
     if mixed:
-        check.kv_dtype("qkv", k.dtype, q.dtype)
-        check.conforms("qkv: v", v, "v_like_k", known={"k_dtype": k.dtype})
+        validate.kv_dtype("qkv", k.dtype, q.dtype)
+        validate.conforms("qkv: v", v, "v_like_k", known={"k_dtype": k.dtype})
     for name, part in (("k", k), ("v", v)):
         if part.dtype != q.dtype and not mixed:
             raise TypeError(f"qkv: {name} is {part.dtype} and q {q.dtype}; must be of one dtype")
@@ -254,11 +254,11 @@ def _operands_of(qkv: Any, layout: Any, *, mixed: bool) -> Operands:
 
 
 def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
-    check.one_of("input_layout", layout, LAYOUTS)
+    validate.one_of("input_layout", layout, LAYOUTS)
     if layout == "PACKED_QKV":
         if not isinstance(qkv, torch.Tensor):
             _wrong(layout, qkv)
-        q, k, v = check.conforms("qkv", qkv, "packed_qkv").unbind(1)
+        q, k, v = validate.conforms("qkv", qkv, "packed_qkv").unbind(1)
         return q, (k, v)
     parts = qkv if isinstance(qkv, (tuple, list)) else _wrong(layout, qkv)
     paged = "PAGED" in layout
@@ -267,18 +267,18 @@ def _q_and_kv(qkv: Any, layout: Any) -> tuple[torch.Tensor, KvCache]:
     if len(parts) != (3 if layout == "SEPARATE_Q_K_V" else 2):
         _wrong(layout, parts)
     q, *kv = parts
-    check.conforms("qkv[0]", q, "dense_q")
+    validate.conforms("qkv[0]", q, "dense_q")
     known = {"kv_layout": layout[-3:]}
     if layout == "SEPARATE_Q_K_V":
-        k, v = (check.conforms(f"qkv[{i}]", x, "dense_kv") for i, x in enumerate(kv, 1))
+        k, v = (validate.conforms(f"qkv[{i}]", x, "dense_kv") for i, x in enumerate(kv, 1))
         return q, (k, v)
     if layout == "CONTIGUOUS_Q_KV":
-        return q, check.conforms("qkv[1]", *kv, "packed_kv").unbind(1)
+        return q, validate.conforms("qkv[1]", *kv, "packed_kv").unbind(1)
     if not isinstance(kv[0], (tuple, list)):
-        return q, check.conforms("qkv[1]", *kv, "packed_pages", known=known)
+        return q, validate.conforms("qkv[1]", *kv, "packed_pages", known=known)
     k, v = kv[0] if len(kv[0]) == 2 else _wrong(layout, parts)
     for name, pool in (("k", k), ("v", v)):
-        check.conforms(f"qkv: {name}", check.tensor(name, pool), "pool", known=known)
+        validate.conforms(f"qkv: {name}", validate.tensor(name, pool), "pool", known=known)
     return q, (k, v)
 
 

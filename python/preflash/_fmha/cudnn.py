@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from .. import _core
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import GivenScales
 from .._check.rules import TENSORS
 from .._check.scales import folded_scales
@@ -34,17 +34,17 @@ def attend(a: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns (out, lse or None). a: the arguments, by name."""
     backend = backends.requested("auto" if a.backend is None else a.backend, with_cudnn=True).name
     _check_tensors(a)
-    check.one_of("batch_offsets_units", a.batch_offsets_units, ("elements", "tokens"))
-    check.one_of("lse_base", a.lse_base, tuple(check.LSE_SCALES))
-    with_lse = check.flag("return_lse", a.return_lse) or a.lse is not None
+    validate.one_of("batch_offsets_units", a.batch_offsets_units, ("elements", "tokens"))
+    validate.one_of("lse_base", a.lse_base, tuple(validate.LSE_SCALES))
+    with_lse = validate.flag("return_lse", a.return_lse) or a.lse is not None
     _read_arrays(a)
-    scale = check.logits_scale("scale", check.scale("scale", a.scale))
+    scale = validate.logits_scale("scale", validate.scale("scale", a.scale))
     scales = folded_scales(scale, GivenScales(a.q_scale, a.k_scale, a.v_scale), None)
     qo_lens = _lengths(a, "actual_seq_lens_q", "batch_offsets_q", "max_token_per_sequence")
     kv_lens = _lengths(a, "actual_seq_lens_kv", "batch_offsets_k", "max_sequence_kv")
     if len(kv_lens) != (size := len(qo_lens)):
         raise ValueError(f"actual_seq_lens_kv has {len(kv_lens)} elements; must have {size}")
-    o_dtype = check.output_dtype("o_data_type", a.o_data_type, a.q.dtype)
+    o_dtype = validate.output_dtype("o_data_type", a.o_data_type, a.q.dtype)
     lse_shape = (size, a.max_token_per_sequence, a.q.shape[1])
     _check_outputs(a, o_dtype, lse_shape)
     rows = math.prod((lse_shape if a.lse is None else a.lse.shape)[:-1])
@@ -62,7 +62,7 @@ def attend(a: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor | None]:
         layout, (k, v, kv_indptr) = "SEPARATE_Q_K_V", _side_by_side(a, kv_lens)
     computed = direct.attend(
         NAMES, {"workspace_buffer": a.workspace_buffer, "block_tables": a.block_tables},
-        causal=check.flag("causal", a.causal), qkv=(q, k, v), input_layout=layout,
+        causal=validate.flag("causal", a.causal), qkv=(q, k, v), input_layout=layout,
         seq_lens=kv_lens.int(), max_q_len=a.max_token_per_sequence, max_kv_len=a.max_sequence_kv,
         bmm1_scale=scales.logits, bmm2_scale=scales.output, batch_size=size,
         cum_seq_lens_q=(pad(qo_lens.cumsum(0), (1, 0)) + first).int(), cum_seq_lens_kv=kv_indptr,
@@ -76,7 +76,7 @@ def attend(a: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor | None]:
             out = packed.new_zeros((*a.q.shape[:2], packed.shape[-1]))
         _put(out, _rows(a, out_at, qo_lens, len(packed)), packed)
     if lse is not None:
-        packed, lse = lse[first:] * check.LSE_SCALES[a.lse_base], a.lse
+        packed, lse = lse[first:] * validate.LSE_SCALES[a.lse_base], a.lse
         if lse is None:
             lse = packed.new_empty(lse_shape)
         if a.lse is None or a.batch_offsets_stats is None:
@@ -86,14 +86,14 @@ def attend(a: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _check_tensors(a: SimpleNamespace) -> None:
-    q = check.conforms("q", a.q, "aligned_q")
-    check.query_dtype("q", q.dtype)
+    q = validate.conforms("q", a.q, "aligned_q")
+    validate.query_dtype("q", q.dtype)
     rule = "dense_kv" if a.block_tables is None else "cudnn_pages"
     k, v = (
-        check.conforms(name, getattr(a, name), rule, q.device) for name in ("k_cache", "v_cache")
+        validate.conforms(name, getattr(a, name), rule, q.device) for name in ("k_cache", "v_cache")
     )
     for name, value in (("k_cache", k), ("v_cache", v)):
-        check.kv_dtype(name, value.dtype, q.dtype)
+        validate.kv_dtype(name, value.dtype, q.dtype)
     fits = k.shape[-1] == q.shape[2] and k.shape[1] == v.shape[1]
     if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         row = TENSORS[rule]
@@ -103,16 +103,16 @@ def _check_tensors(a: SimpleNamespace) -> None:
             "number of heads that divides q's"
         )
     if a.block_tables is not None:  # pages have no offsets
-        check.absent(batch_offsets_k=a.batch_offsets_k, batch_offsets_v=a.batch_offsets_v)
+        validate.absent(batch_offsets_k=a.batch_offsets_k, batch_offsets_v=a.batch_offsets_v)
     check_buffer("workspace_buffer", a.workspace_buffer, q.device)
-    check.forward_only(q, k, v, out=a.out, lse=a.lse)
+    torch_modes.forward_only(q, k, v, out=a.out, lse=a.lse)
 
 
 def _read_arrays(a: SimpleNamespace) -> None:
     """Converts lengths and offsets to one-dimensional int64 arrays on the CPU, or, with
     is_cuda_graph_compatible=True, on q's GPU."""
     of_graph = "with is_cuda_graph_compatible=True it must be"
-    a.on_host = not check.flag("is_cuda_graph_compatible", a.is_cuda_graph_compatible)
+    a.on_host = not validate.flag("is_cuda_graph_compatible", a.is_cuda_graph_compatible)
     a.on_host |= a.q.device.type not in _GPU
     if a.on_host and device_stream_of(a.q.device).is_capturing():
         raise RuntimeError(
@@ -125,18 +125,18 @@ def _read_arrays(a: SimpleNamespace) -> None:
     for name in (*_ARRAYS, "block_tables"):
         if (value := getattr(a, name)) is None:
             continue
-        if check.tensor(name, value).device != a.q.device and not a.on_host:
+        if validate.tensor(name, value).device != a.q.device and not a.on_host:
             raise ValueError(f"{name} is on {value.device}; {of_graph} on the GPU, for replays")
         if name != "block_tables":
             if value.numel() == value.shape[:1].numel():
                 value = value.reshape(-1)  # callers of cuDNN write [n, 1, 1, 1]
-            check.conforms(name, value, "wide_offsets", a.q.device)
+            validate.conforms(name, value, "wide_offsets", a.q.device)
             setattr(a, name, value.to("cpu" if a.on_host else a.q.device, torch.int64))
 
 
 def _lengths(a: SimpleNamespace, name: str, offsets: str, bound: str) -> torch.Tensor:
     """[batch_size]: the lengths, or the differences of offsets in tokens."""
-    value, longest = getattr(a, name), check.size(bound, getattr(a, bound))
+    value, longest = getattr(a, name), validate.size(bound, getattr(a, bound))
     if value is None:
         if getattr(a, offsets) is None or a.batch_offsets_units != "tokens":
             only = f"if {offsets} holds batch_size + 1 tokens (batch_offsets_units='tokens')"
@@ -153,13 +153,13 @@ def _check_outputs(a: SimpleNamespace, o_dtype: torch.dtype, lse_shape: tuple[in
     if a.out is not None:
         dims = ("rows of q", "num_qo_heads", "head_dim_vo", "o_dtype")
         known = dict(zip(dims, (*q.shape[:2], a.v_cache.shape[-1], o_dtype), strict=True))
-        check.conforms("out", a.out, "", q.device, known)
+        validate.conforms("out", a.out, "", q.device, known)
     if a.lse is not None:
-        packed = a.batch_offsets_stats is not None and check.tensor("lse", a.lse).dim() == 2
+        packed = a.batch_offsets_stats is not None and validate.tensor("lse", a.lse).dim() == 2
         rule = "lse_packed" if packed else "lse_padded"
         dims = ("rows of q", "num_qo_heads", "batch_size", "max_token_per_sequence")
         known = dict(zip(dims, (*q.shape[:2], *lse_shape[:2]), strict=True))
-        check.conforms("lse", a.lse, rule, q.device, known)
+        validate.conforms("lse", a.lse, rule, q.device, known)
     for name, others in (("out", read), ("lse", (*read, "q", "out"))):
         for other in others if getattr(a, name) is not None else ():
             if getattr(a, other) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import Result
 from .._check.names import renamed
 from .._check.pages import may_be_read
@@ -31,18 +31,18 @@ def attend(
     """given: the caller's arguments by name, of which those count that trtllm_fmha_v2_prefill has,
     lse and return_lse; changed: those that it has converted or calls otherwise. names: what it
     calls them, which errors name."""
-    check.not_traced()
+    torch_modes.not_traced()
     a = SimpleNamespace(**{**_UNSAID, **given, **changed, "mixed": True})
     a.window_left = -1 if a.window_left is None else a.window_left
     with renamed(names):
-        windowed = check.window_left("window_left", a.window_left) >= 0
+        windowed = validate.window_left("window_left", a.window_left) >= 0
         a.mask_mode = "sliding_window" if windowed else "causal" if causal else "padding"
         return run.run(arguments.checked(a))
 
 
 def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
     """A cache and its input_layout. One tensor may hold keys that are values."""
-    check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+    validate.one_of("kv_layout", kv_layout, validate.KV_LAYOUTS)
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
     elif isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
@@ -59,8 +59,10 @@ def paged_by_tables(
     [batch_size, 2, pages], a request's pages of v are to be its pages of k plus one number, by
     which one of the pools is then moved; to find it tables on the GPU are waited for."""
     cache, layout = paged(name, kv_cache, kv_layout)
-    shared = check.flag("uses_shared_paged_kv_idx", shared)
-    check.conforms("block_tables", block_tables, "shared_tables" if shared else "tables_of_k_and_v")
+    shared = validate.flag("uses_shared_paged_kv_idx", shared)
+    validate.conforms(
+        "block_tables", block_tables, "shared_tables" if shared else "tables_of_k_and_v"
+    )
     if shared:
         return cache, layout, block_tables
     if block_tables.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -69,7 +71,7 @@ def paged_by_tables(
             "does not allow; give tables [batch_size, pages]"
         )
     k, v = cache if isinstance(cache, tuple) else cache.unbind(1)
-    for pool in (check.is_tensor("k", k), check.is_tensor("v", v)):
+    for pool in (validate.is_tensor("k", k), validate.is_tensor("v", v)):
         if pool.dim() != 4:
             raise ValueError(f"{name} has a pool of shape {tuple(pool.shape)}; must have 4 dims")
     page_size = max(k.shape[1 if kv_layout == "NHD" else 2], 1)
@@ -95,7 +97,7 @@ def paged_by_tables(
 
 def lengths_of(name: str, value: Any) -> torch.Tensor:
     """int32 [batch_size], of an integer dtype and with dimensions of 1 behind it."""
-    value = check.tensor(name, value)
+    value = validate.tensor(name, value)
     if value.dim() == 0 or value.numel() != value.shape[0]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must be [batch_size]")
     value = value.reshape(-1)
@@ -115,8 +117,8 @@ def check_one_after_the_other(name: str, offsets: Any, begins: torch.Tensor, of_
     """Offsets of requests, in elements; those on the GPU are not read to compare.
 
     begins: [batch_size + 1], their rows. of_row: elements from one row to the next."""
-    offsets = check.tensor(name, offsets).reshape(-1)
-    check.conforms(name, offsets, "wide_offsets", begins.device)
+    offsets = validate.tensor(name, offsets).reshape(-1)
+    validate.conforms(name, offsets, "wide_offsets", begins.device)
     count = begins.numel() - 1
     if offsets.numel() not in (count, count + 1):
         raise ValueError(f"{name} has {offsets.numel()} elements; must have {count} or {count + 1}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import validate
 from .._check.lengths import batch_of
 from .._check.pages import may_be_read
 from .._check.request import PageList
@@ -45,15 +45,15 @@ class FmhaLengths(NamedTuple):
 def checked(call: FmhaCall) -> FmhaLengths:
     a, operands = call.given, call.operands
     device, paged = operands.q.device, operands.page_size > 0
-    batch_size = check.size("batch_size", a.batch_size)
-    max_q_len = check.size("max_q_len", a.max_q_len)
-    max_kv_len = check.size("max_kv_len", a.max_kv_len)
+    batch_size = validate.size("batch_size", a.batch_size)
+    max_q_len = validate.size("max_q_len", a.max_q_len)
+    max_kv_len = validate.size("max_kv_len", a.max_kv_len)
     known = {"batch_size": batch_size, "batch_size + 1": batch_size + 1}
     names = {"seq_lens": "lengths", "cum_seq_lens_q": "indptr", "cum_seq_lens_kv": "indptr"}
     if paged and a.cum_seq_lens_kv is None:
         del names["cum_seq_lens_kv"]
     kv_lens, qo_indptr, *kv_indptr = (
-        check.conforms(name, getattr(a, name), rule, device, known).contiguous()
+        validate.conforms(name, getattr(a, name), rule, device, known).contiguous()
         for name, rule in names.items()
     )
     arrays = (qo_indptr, kv_indptr[0] if kv_indptr else None, kv_lens)
@@ -62,7 +62,7 @@ def checked(call: FmhaCall) -> FmhaLengths:
         tables = _tables_of_k(a.block_tables, operands, kv_lens)
         if tables is None:
             raise ValueError("block_tables=None: must be given where k and v are in pages")
-        table = check.conforms("block_tables", tables, "page_table", device, known)
+        table = validate.conforms("block_tables", tables, "page_table", device, known)
         lengths = lengths._replace(pages=table[:, : lengths.pages_each])
     elif a.block_tables is not None:
         raise ValueError(
@@ -105,7 +105,7 @@ def _tables_of_k(block_tables: Any, operands: Operands, kv_lens: torch.Tensor) -
             f"block_tables has shape {tuple(block_tables.shape)}, and k and v are one pool: use "
             "trtllm_batch_context_with_kv_cache with uses_shared_paged_kv_idx=False"
         )
-    block_tables = check.tensor("block_tables", block_tables)
+    block_tables = validate.tensor("block_tables", block_tables)
     of_k, of_v = block_tables.unbind(1)
     if (block_tables.is_cpu and kv_lens.is_cpu) or _core.debugging():
         first_keys = torch.arange(of_k.shape[1], device="cpu") * operands.page_size

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import dtypes
 from .._check.arguments import Result
 from .._check.outputs import Outputs
 from .._check.request import PageList, Request
@@ -40,7 +40,7 @@ _captured: list[_core.PlannedVariant] = []  # replayed by CUDA graphs, whose end
 def run(call: FmhaCall) -> Result:
     lengths = fmha_lengths.checked(call)
     device_stream = device_stream_of(call.operands.q.device)
-    if call.options.skip_factor > 0.0 and call.operands.q.dtype == check.FP8_QUERY:
+    if call.options.skip_factor > 0.0 and call.operands.q.dtype == dtypes.FP8_QUERY:
         backend = backends.choose(call.backend, device_stream.device, call.options)
         if backend.supports(device_stream.device, call.options) is not None:
             call, lengths = _in_16_bits(call, lengths)
@@ -68,7 +68,7 @@ def _in_16_bits(call: FmhaCall, lengths: FmhaLengths) -> tuple[FmhaCall, FmhaLen
     operands = operands._replace(
         q=operands.q.to(dtype), kv=(k.to(dtype), v.to(dtype)), kv_dtype=dtype
     )
-    core = check.CORE_DTYPES[dtype]
+    core = dtypes.CORE_DTYPES[dtype]
     options = call.options.replace(q_dtype=core, kv_dtype=core, o_dtype=core)
     return call._replace(operands=operands, options=options), lengths
 
@@ -146,7 +146,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
 def _attend(call: FmhaCall, lengths: FmhaLengths, variant: _core.PlannedVariant) -> Result:
     q, kv = call.operands.q, call.operands.kv
     out, lse, stats = call.given.out, call.given.lse, None
-    converts = check.CORE_DTYPES[call.out_dtype] != variant.request.options.o_dtype
+    converts = dtypes.CORE_DTYPES[call.out_dtype] != variant.request.options.o_dtype
     if converts and out is not None:
         for name, value in zip(("k", "v", "lse"), (*kv_of(kv), lse), strict=True):
             if value is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import validate
 from .._check.arguments import Items
 from .._device.stream import DeviceStream, sent
 
@@ -39,7 +39,7 @@ class MaskSource(NamedTuple):
             buffer[: batch.mask_bytes].copy_(values)
             return
         segments = torch.empty(2 * (batch.num_requests + 1), dtype=torch.int64, device="cpu")
-        batch.write_mask_segments(check.address(segments))
+        batch.write_mask_segments(validate.address(segments))
         segments = sent(segments, device_stream.device)
         pack_segments(values, buffer, segments, device_stream, little=True)
 
@@ -64,8 +64,8 @@ def check_mask(
         meaning = "one element per query and key of every request, True keeps"
     else:
         return None
-    check.custom_mask(name, given)
-    mask = check.tensor(name, given)
+    validate.custom_mask(name, given)
+    mask = validate.tensor(name, given)
     if name == "packed_custom_mask" and mask.dtype == torch.bool:
         raise TypeError("packed_custom_mask is torch.bool: pass a dense mask as custom_mask=")
     if mask.dtype not in dtypes:
@@ -88,9 +88,9 @@ def check_mask(
 def check_rows(mask: torch.Tensor | None, rows: tuple[int, int]) -> None:
     """The mask of a single request may have any shape but that of another matrix, whose rows would
     be wrong when read flat."""
-    if isinstance(mask, torch.Tensor) and check.tensor("custom_mask", mask).dim() == 2:
+    if isinstance(mask, torch.Tensor) and validate.tensor("custom_mask", mask).dim() == 2:
         known = dict(zip(("qo_len", "kv_len"), rows, strict=True))
-        check.conforms("custom_mask", mask, "single_mask", known=known)
+        validate.conforms("custom_mask", mask, "single_mask", known=known)
 
 
 def check_mask_device(mask: torch.Tensor, device: torch.device) -> None:
@@ -133,8 +133,8 @@ def pack_segments(
 ) -> None:
     """Packs x [n]. segments [2, num_segments + 1] int64: first elements, then first bytes."""
     params = _core.PackBitsParams(little)
-    params.set_arrays(check.address(x), check.address(packed))
-    params.set_segments(check.address(segments), segments.numel() // 2 - 1)
+    params.set_arrays(validate.address(x), validate.address(packed))
+    params.set_segments(validate.address(segments), segments.numel() // 2 - 1)
     params.launch(device_stream.target())
 
 
@@ -185,7 +185,7 @@ def check_alone(a: Any) -> None:
     for name in _ALONE:
         value = getattr(a, name)
         if name == "token_pos_in_items_len" and value is not None:
-            value = check.size(name, value) or None
+            value = validate.size(name, value) or None
         if value is not None:
             raise ValueError(f"{name} is given without prefix_len_ptr, which it goes with")
 
@@ -195,7 +195,7 @@ def _mask_of_items(a: Any, batch: _core.Batch, device: torch.device) -> torch.Te
     for name in ("custom_mask", "packed_custom_mask"):
         if getattr(a, name) is not None:
             raise ValueError(f"{name} is given with prefix_len_ptr, which is another mask")
-    each = check.size("token_pos_in_items_len", a.token_pos_in_items_len)
+    each = validate.size("token_pos_in_items_len", a.token_pos_in_items_len)
     requests = batch.num_requests
     prefix = _integers("prefix_len_ptr", a.prefix_len_ptr, requests, device)
     if a.max_item_len_ptr is not None:
@@ -219,7 +219,7 @@ def _mask_of_items(a: Any, batch: _core.Batch, device: torch.device) -> torch.Te
 
 def _integers(name: str, value: Any, count: int, device: torch.device) -> torch.Tensor:
     """Returns at least `count` integers, flat, as int64 on the device."""
-    value = check.conforms(name, value, "hints", device)
+    value = validate.conforms(name, value, "hints", device)
     if value.numel() < count:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; must have {count} elements")
     return value.reshape(-1).to(device).to(torch.int64)

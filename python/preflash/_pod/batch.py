@@ -8,31 +8,37 @@ from typing import Any
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import GivenScales, KvCache, Result, Scale, converted
 from .._check.calls import BatchPodPlanArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import run_outputs
 from .._check.request import Request
 from .._check.scales import folded_scales
-from .._compat.engine_attributes import forwards, only, planned_array, planned_pages, told
+from .._compat.engine_attributes import (
+    fixed_property,
+    forwards,
+    planned_array,
+    planned_pages,
+    readonly_property,
+)
 from .._compat.signatures import takes
 from .._device import backends
 from .._run.variant import SegmentRun, error_context
-from .._wrap.decode import data_types
-from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from .._wrap.plan import Plan
+from .._wrappers.decode import data_types
+from .._wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from .._wrappers.plan import Plan
 from .pod_plan import SIDES, PodPlan, PodPlanCache, PodWrapper
 
 
-def _prefill_array(tell: Callable[[Request], torch.Tensor]) -> told:
+def _prefill_array(read: Callable[[Request], torch.Tensor]) -> readonly_property:
     """Read-only attribute: an array that plan() got for the prefills; None before plan()."""
 
     def find(wrapper: Any) -> torch.Tensor | None:
         request = wrapper._decode._plan.request
-        return None if request is None else tell(request.prefill)
+        return None if request is None else read(request.prefill)
 
-    return told(find)
+    return readonly_property(find)
 
 
 @forwards(
@@ -72,7 +78,9 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         self._pod_plans = PodPlanCache(self._decode)
 
     # Attributes that callers read, of the prefills and of the decode requests.
-    _use_cuda_graph = only(False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper")
+    _use_cuda_graph = fixed_property(
+        False, "CUDA graphs need a fixed batch: use PODWithPagedKVCacheWrapper"
+    )
     _pin_memory_int_workspace_buffer_p = None
     _pin_memory_int_workspace_buffer_d = None
     _qo_indptr_buf_p = _prefill_array(lambda of: planned_array(of.batch.qo_indptr, of.device))
@@ -115,7 +123,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
 
     begin_forward = plan
 
-    @check.eager
+    @torch_modes.eager
     def _plan(self, prefill: PagedPlanArguments, decode: PagedPlanArguments) -> None:
         with error_context(SIDES[0]):
             plan_p, _ = self._prefill._drafted(prefill)
@@ -169,7 +177,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
         self._check_call(use_fp16_qk_reduction, enable_pdl)
         outputs_p = run_outputs(out_p, lse_p, return_lse, lse_base, lse_layout)
         outputs_d = run_outputs(out_d, lse_d, return_lse, lse_base, lse_layout)
-        causal = check.flag("causal_p", causal_p)
+        causal = validate.flag("causal_p", causal_p)
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
         plan, pod_plan = self._pod_plan(causal, masked)
         scales_d = plan.request.scales
@@ -184,7 +192,7 @@ class BatchPODWithPagedKVCacheWrapper(PodWrapper):
 
     forward = run
 
-    @check.eager
+    @torch_modes.eager
     def _pod_plan(self, causal: bool, masked: bool) -> tuple[Plan, PodPlan]:
         plan = self._decode._current()
         key = (causal, masked)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import Result
 from .._check.request import Request
 from .._check.tensors import kv_of, refuse_shared
@@ -19,8 +19,8 @@ from .._compat.engine_attributes import forwards
 from .._device import backends
 from .._plan import masks, pipeline
 from .._run.variant import SIDES, SegmentRun, error_context, memory_with_mask
-from .._wrap.paged import BatchPrefillWithPagedKVCacheWrapper
-from .._wrap.plan import Plan
+from .._wrappers.paged import BatchPrefillWithPagedKVCacheWrapper
+from .._wrappers.plan import Plan
 
 _PLANS_KEPT = 64
 _forced_apart = False  # two launches whatever the sides are, for tests
@@ -124,7 +124,7 @@ class PodPlanCache:
 
     def make(self, key: Hashable, prefill: Request, decode: Plan) -> PodPlan:
         """Plans both sides. Raises all that a plan() raises once its arguments are checked."""
-        check.not_traced()
+        torch_modes.not_traced()
         workspace = decode.workspace
         if workspace.device_stream.is_capturing():
             raise RuntimeError(
@@ -324,11 +324,11 @@ class PodWrapper:
         return memory_with_mask(variant, mask)
 
     def _check_call(self, use_fp16_qk_reduction: Any, enable_pdl: Any) -> None:
-        if check.traced():
+        if torch_modes.traced():
             raise NotImplementedError(
                 f"{type(self).__name__}.run() cannot be recorded by torch.compile, torch.export or "
                 "make_fx; call it outside, or use the prefill and the decode wrapper, which can"
             )
         if use_fp16_qk_reduction is not False or enable_pdl is not None:
-            check.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
-            check.permission("enable_pdl", enable_pdl)
+            validate.permission("use_fp16_qk_reduction", use_fp16_qk_reduction)
+            validate.permission("enable_pdl", enable_pdl)

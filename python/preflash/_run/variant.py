@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
+from .._check import dtypes, torch_modes, validate
 from .._check import tensors as _tensors
-from .._check import values as check
 from .._check.arguments import KvCache, PerHead
 from .._check.lengths import on_host
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
@@ -36,9 +36,9 @@ class SegmentRun(NamedTuple):
 
 def converted_query(q: torch.Tensor, request: Request) -> torch.Tensor:
     """q in the dtype that kernels read. Exact: float8_e5m2 has fewer bits of either kind."""
-    check.conforms("q", q, "converted_q", known={"q_given": request.q_given})
-    check.forward_only(q=q)
-    return q.to(check.TORCH_DTYPES[request.options.q_dtype])
+    validate.conforms("q", q, "converted_q", known={"q_given": request.q_given})
+    torch_modes.forward_only(q=q)
+    return q.to(dtypes.TORCH_DTYPES[request.options.q_dtype])
 
 
 def memory_with(
@@ -81,8 +81,8 @@ def run_memory(
     replaces that of a plan which skips tiles; 0: the plan's. kv_lens: Request.kv_lens.
     """
     return _core.RunMemory(
-        check.TORCH, partials, skip_factor, mask_bits=mask, mask_tiles=mask_tiles, kv_lens=kv_lens,
-        **per_head._asdict(),
+        torch_modes.TORCH, partials, skip_factor, mask_bits=mask, mask_tiles=mask_tiles,
+        kv_lens=kv_lens, **per_head._asdict(),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def _segments(
         yield name, request, run._replace(outputs=Outputs(*run.outputs))
 
 
-@check.eager
+@torch_modes.eager
 def _bound_to(requests: Sequence[Request], *given: Any) -> list[tuple]:
     """Checks a run's tensors. Returns, for each segment, what launches for like tensors are bound
     to: strides and extents, the offset of V, and functions that make out and lse from q."""
@@ -118,13 +118,13 @@ def _bound_to(requests: Sequence[Request], *given: Any) -> list[tuple]:
     for name, request, run in _segments(requests, given):
         q, outputs, options = run.q, run.outputs, request.options
         with error_context(name):
-            check.forward_only(q=q)  # before anything is remembered of a traced tensor
+            torch_modes.forward_only(q=q)  # before anything is remembered of a traced tensor
             if isinstance(run.memory, tuple):
                 heads = PerHead(*run.memory)
                 _tensors.check_per_head(heads, options, request.device, request.q_given)
             strides, v_offset = _tensors.bind(q, run.kv, outputs, request)
         out_shape = (q.shape[0], options.num_qo_heads, options.head_dim_vo)
-        out_dtype = check.TORCH_DTYPES[options.o_dtype]
+        out_dtype = dtypes.TORCH_DTYPES[options.o_dtype]
         make_out = torch.empty_like
         if not (q.is_contiguous() and tuple(q.shape) == out_shape and q.dtype == out_dtype):
             make_out = _maker(out_shape, out_dtype)
@@ -138,14 +138,14 @@ def _maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[torch.Tensor
     return functools.partial(torch.Tensor.new_empty, size=shape, dtype=dtype)
 
 
-@check.eager
+@torch_modes.eager
 def _refuse_gradients(requests: Sequence[Request], *given: Any) -> None:
     """Refuses a run whose gradient or trace would miss it, before it is launched."""
     for name, _, (q, kv, _, outputs, memory) in _segments(requests, given):
         heads = PerHead(*memory)._asdict() if isinstance(memory, tuple) else {}
         keys = {"k": kv[0], "v": kv[1]} if isinstance(kv, (tuple, list)) else {"paged_kv_cache": kv}
         with error_context(name):
-            check.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse, **heads)
+            torch_modes.forward_only(q=q, **keys, out=outputs.out, lse=outputs.lse, **heads)
 
 
 def _copy(buffer: torch.Tensor, array: torch.Tensor, most: int) -> None:
@@ -172,7 +172,7 @@ def _is_start_of(buffer: torch.Tensor, array: torch.Tensor) -> bool:
 
 
 _FUNCTIONS = _core.RunFunctions(
-    check.TORCH,
+    torch_modes.TORCH,
     check=_bound_to,
     refuse=_refuse_gradients,
     convert=converted_query,

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from .. import cascade, page, quantization
-from .._check import values as check
+from .._check import dtypes, torch_modes, validate
 from .._check.arguments import GivenScales, KvCache, PerHead, Result, RunArguments
 from .._check.calls import ForwardArguments, SingleArguments
 from .._check.outputs import Outputs
-from .._wrap import single
-from .._wrap.traced import find_wrapper, lse_shape, out_shape
+from .._wrappers import single
+from .._wrappers.compile_ops import find_wrapper, lse_shape, out_shape
 
 _library = torch.library.Library("preflash", "DEF")
 
@@ -43,13 +43,15 @@ def _define(
     """fake: None for an operator that returns nothing: it writes into its arguments."""
     name = schema.partition("(")[0]
 
-    @check.eager
+    @torch_modes.eager
     def implementation(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
         return result if fake else None
 
     def fake_implementation(*args: Any, **kwargs: Any) -> Any:
-        check.not_differentiated(*(a for a in (*args, *kwargs.values()) if torch.is_tensor(a)))
+        torch_modes.not_differentiated(
+            *(a for a in (*args, *kwargs.values()) if torch.is_tensor(a))
+        )
         return fake(*args, **kwargs) if fake else None
 
     _library.define(schema, tags=tags)
@@ -72,7 +74,7 @@ def _define_attention(
     """attend(outputs, *arguments) is the call; its arguments are q, k and v, or a wrapper's name
     before them, and options. into: it also has the form that writes into given tensors."""
 
-    # NOTE: of an argument called `out`, dynamo demands that it is contiguous.
+    # Dynamo demands that an argument called `out` is contiguous.
     def real(
         *args: Any,
         output: torch.Tensor | None = None,
@@ -96,7 +98,7 @@ def _define_attention(
 
 def _fake_out(*args: Any, o_dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
     q, k, v = args[-3:]
-    o_dtype = check.output_dtype("o_dtype", o_dtype, q.dtype)
+    o_dtype = validate.output_dtype("o_dtype", o_dtype, q.dtype)
     return q.new_empty(out_shape(q, k if v is None else v), dtype=o_dtype)
 
 
@@ -149,7 +151,7 @@ def _found(
     _refuse_blind_capture(q)
     wrapper = find_wrapper(name)
     if o_dtype is not None:
-        planned = check.TORCH_DTYPES[wrapper._current().request.options.o_dtype]
+        planned = dtypes.TORCH_DTYPES[wrapper._current().request.options.o_dtype]
         if planned != o_dtype:
             raise ValueError(
                 f"o_data_type={planned} in plan(); the compiled graph expects {o_dtype}, which "

@@ -2,7 +2,7 @@
 
 batch           what all of them have; plan, graph and options are its parts
 paged, ragged   prefill and append; decode: one query per request
-mixed, ranges   BatchAttention; spans that see themselves both ways
+batch_attention, bidirectional_ranges   BatchAttention; spans that see themselves both ways
 single          one request: plans that are remembered
-traced          calls that torch records instead of making them
+compile_ops     calls that torch records instead of making them
 """

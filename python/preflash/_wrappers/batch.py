@@ -12,7 +12,7 @@ import torch
 
 from .. import _core
 from .._check import lengths as _lengths
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import (
     NO_ITEMS,
     KvCache,
@@ -39,10 +39,10 @@ from .._device.workspace import check_apart, check_buffer
 from .._plan import masks, pipeline, prepass
 from .._plan.pipeline import ArrayCopy
 from .._run.variant import memory_with, new_workspace
-from .._wrap import traced
+from .._wrappers import compile_ops
 from . import graph as _graph
 from .graph import GraphMode
-from .options import check_announced, told_before, with_forward
+from .options import check_constructor_options, constructor_options, with_forward
 from .plan import CapturedBuffers, Plan
 
 # Placeholder skip factor of a plan; run() passes the real one, which counts unless it is 0 in
@@ -68,7 +68,7 @@ class BatchPrefillWrapper(EngineAttributes):
     """Base of the public wrappers. Subclasses turn arguments into a batch and a (k, v) pair."""
 
     _takes_cudnn = True  # backend="cudnn": plan() also takes offsets in elements
-    _announced: dict[str, Any] | None = None  # options that plan() must not contradict
+    _constructor_options: dict[str, Any] | None = None  # options that plan() must not contradict
     _by_position: tuple[str, ...] = ()  # arguments of run() after the tensors
     _repeat: _core.RepeatedPlan | None = None  # of the last plan()
 
@@ -81,20 +81,20 @@ class BatchPrefillWrapper(EngineAttributes):
         **graph_buffers: Any,
     ) -> None:
         buffer = check_buffer("float_workspace_buffer", float_workspace_buffer)
-        self._kv_layout = check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+        self._kv_layout = validate.one_of("kv_layout", kv_layout, validate.KV_LAYOUTS)
         self._requested_backend = backends.requested(backend, with_cudnn=self._takes_cudnn)
         for name, value in graph_buffers.items():
             # Documented as effective with use_cuda_graph only.
             if value is not None:
-                check.tensor(name, value)
+                validate.tensor(name, value)
         self._plan = Plan(new_workspace(buffer.device, buffer))
         self._graph: GraphMode | None = None
         self._given_buffers = graph_buffers
         self._in_elements = backend == backends.CUDNN  # with any PREFLASH_BACKEND
-        self._graph_enabled = check.flag("use_cuda_graph", use_cuda_graph)
+        self._graph_enabled = validate.flag("use_cuda_graph", use_cuda_graph)
         if self._awaits_buffers:
             self._take_graph_buffers()
-        self._recorded_name = traced.name_wrapper(self)
+        self._recorded_name = compile_ops.name_wrapper(self)
         self._forwards = _core.RememberedCalls()
 
     def __copy__(self) -> BatchPrefillWrapper:
@@ -110,7 +110,7 @@ class BatchPrefillWrapper(EngineAttributes):
             )
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._recorded_name = traced.name_wrapper(other)
+        other._recorded_name = compile_ops.name_wrapper(other)
         other._plan, other._repeat = self._plan.of_copy(), None
         if "run" in self.__dict__:
             other.run = types.MethodType(self.run.__func__, other)
@@ -162,8 +162,8 @@ class BatchPrefillWrapper(EngineAttributes):
             graph.check_batch(batch)
             graph_rows = self._plan.graph_rows or max(batch.qo_end - batch.qo_begin, 1)
             graph_mask_bytes = graph.mask_bytes
-        if self._announced:
-            check_announced(self._announced, told_before(a, options))
+        if self._constructor_options:
+            check_constructor_options(self._constructor_options, constructor_options(a, options))
         if given.masked:
             batch.use_mask()
         scales = given.scales
@@ -176,11 +176,11 @@ class BatchPrefillWrapper(EngineAttributes):
             items,
         )  # fmt: skip
 
-    @check.eager
+    @torch_modes.eager
     def _make_plan(self, a: BatchArguments, arrays: IndexArrays | None = None) -> None:
         self._install(*self._drafted(a, arrays))
 
-    @check.eager
+    @torch_modes.eager
     def _begin_forward(self, a: BatchArguments, arrays: IndexArrays | None = None) -> None:
         self._install(*self._drafted(a, arrays, self._plan.last_forward))
 
@@ -357,22 +357,22 @@ class BatchPrefillWrapper(EngineAttributes):
         sm_scale: Scale = None,
     ) -> Result:
         if given.extra:
-            check.nothing_more("run", given.extra)
+            validate.nothing_more("run", given.extra)
         outputs = run_outputs(*outputs)
         # By name: torch.compile cannot look into the attrgetter of per_head_of().
         per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
-        skip_factor = check.skip_factor(given.skip_softmax_threshold_scale_factor)
+        skip_factor = validate.skip_factor(given.skip_softmax_threshold_scale_factor)
         a = RunArguments(scales_of(given), given.window_left, per_head, sm_scale, skip_factor)
         return self._run_with(q, kv, a, outputs)
 
     def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
         """A run() off the fast path: with options, without a default variant, or traced."""
-        if check.traced():
-            return traced.run(self._recorded_name, q, kv, a, outputs)
+        if torch_modes.traced():
+            return compile_ops.run(self._recorded_name, q, kv, a, outputs)
         plan = self._current()
         options = asked = plan.request.options
         if a.window_left is not None:
-            window_left = check.window_left("window_left", a.window_left)
+            window_left = validate.window_left("window_left", a.window_left)
             options = options.replace(window_left=window_left)
         if a.skip_factor > 0.0:
             options = options.replace(skip_factor=_ANY_FACTOR)
@@ -421,20 +421,20 @@ class BatchPrefillWrapper(EngineAttributes):
                 "forward() takes no sink, and the wrapper was constructed with jit_args of "
                 "'AttentionSink': call run(..., sink, sm_scale)"
             )
-        if check.traced():
+        if torch_modes.traced():
             a = converted(given, ForwardArguments)
-            return traced.forward(self._recorded_name, q, kv, a, outputs)
+            return compile_ops.forward(self._recorded_name, q, kv, a, outputs)
         return self._run_forward(self._forward_options(given), q, kv, outputs)
 
     def _forward_options(self, given: Any) -> ForwardOptions:
         a = converted(given, ForwardArguments)
-        encoding = check.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
-        check.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
-        check.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
+        encoding = validate.position_encoding(a.pos_encoding_mode, a.rope_scale, a.rope_theta)
+        validate.permission("use_fp16_qk_reduction", a.use_fp16_qk_reduction)
+        validate.permission("allow_fp16_qk_reduction", a.allow_fp16_qk_reduction)
         forward = {
-            "causal": check.flag("causal", a.causal),
-            "window_left": check.window_left("window_left", a.window_left),
-            "soft_cap": check.soft_cap("logits_soft_cap", a.logits_soft_cap),
+            "causal": validate.flag("causal", a.causal),
+            "window_left": validate.window_left("window_left", a.window_left),
+            "soft_cap": validate.soft_cap("logits_soft_cap", a.logits_soft_cap),
             **encoding._asdict(),
         }
         of_plan = self._current().request.options
@@ -460,7 +460,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Does nothing: every kernel takes strides of k and of v, and none is loaded late."""
-        check.one_of("variant", variant, ("independent",))
+        validate.one_of("variant", variant, ("independent",))
 
     def end_forward(self) -> None:
         """Does nothing; kept for callers of older releases."""

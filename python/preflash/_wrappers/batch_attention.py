@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._check import values as check
+from .._check import validate
 from .._check.arguments import KvCache, Scale
 from .._check.names import renamed, tells_nearest
 from .._plan.pages import picked
@@ -34,7 +34,7 @@ class BatchAttention(OverPages):
         *,
         backend: str = "auto",
     ) -> None:
-        check.one_of("kv_layout", kv_layout, check.KV_LAYOUTS)
+        validate.one_of("kv_layout", kv_layout, validate.KV_LAYOUTS)
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(
                 f"device={str(device)!r}: torch finds no CUDA device here; pass device='cpu' to "
@@ -89,13 +89,13 @@ class BatchAttention(OverPages):
 
         A CUDA graph replays the plan that it captured.
         """
-        check.neutral("use_profiler", use_profiler, False)
-        page = check.size("page_size", page_size)
+        validate.neutral("use_profiler", use_profiler, False)
+        page = validate.size("page_size", page_size)
         is_table = isinstance(kv_indices, torch.Tensor) and kv_indices.dim() == 2
         if not is_table:
-            check.conforms("kv_indices", kv_indices, "pages", self.device)
-        at = check.conforms("kv_indptr", kv_indptr, "indptr", self.device).cpu()
-        lengths = check.conforms("kv_len_arr", kv_len_arr, "wide_lengths", self.device).cpu()
+            validate.conforms("kv_indices", kv_indices, "pages", self.device)
+        at = validate.conforms("kv_indptr", kv_indptr, "indptr", self.device).cpu()
+        lengths = validate.conforms("kv_len_arr", kv_len_arr, "wide_lengths", self.device).cpu()
         if at.numel() != lengths.numel() + 1:
             raise ValueError(
                 f"kv_indptr has {at.numel()} elements and kv_len_arr {lengths.numel()}; must have "
@@ -121,7 +121,7 @@ class BatchAttention(OverPages):
         elif bool((needed < given).any()):
             at, kv_indices, _ = picked(kv_indices, at[:-1], lengths, page)
         last = torch.where(needed > 0, lengths - (needed - 1) * page, 1).to(torch.int32)
-        cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
+        cap = validate.soft_cap("logits_soft_cap", logits_soft_cap)
         with renamed({"paged_kv_indptr": "kv_indptr", "paged_kv_indices": "kv_indices"}):
             self._pages.plan(
                 qo_indptr, at, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page,
@@ -158,9 +158,9 @@ class BatchAttention(OverPages):
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned.
         """
-        check.one_cache((out,), dims=4)
-        check.absent(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
-        cap = check.soft_cap("logits_soft_cap", logits_soft_cap)
+        validate.one_cache((out,), dims=4)
+        validate.absent(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
+        cap = validate.soft_cap("logits_soft_cap", logits_soft_cap)
         if cap not in (0.0, self._logits_soft_cap):
             raise ValueError(
                 f"logits_soft_cap={cap} in run() and {self._logits_soft_cap} in plan(); must be "

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import PagedPlanArguments
 from .._check.names import tells_nearest
 from .._plan.masks import written_out
-from .options import check_announced
+from .options import check_constructor_options
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
 _WINDOWS_KEPT = 4
@@ -67,7 +67,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         keep = (causal and within causal_window_left) or (in the span and within range_window_left)
 
-    NOTE: the first run() after plan() with other ranges or other windows writes the mask out, plans
+    The first run() after plan() with other ranges or other windows writes the mask out, plans
     again, and waits for the GPU: sum(qo_len * kv_len) bytes meanwhile and an eighth of that from
     then on, for each pair of windows. Later runs with the same ranges compare them, which on a GPU
     takes a wait too.
@@ -108,19 +108,19 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         *,
         backend: str = "auto",
     ) -> None:
-        check.neutral("use_cuda_graph", use_cuda_graph, False)
-        check.neutral("pos_encoding_mode", pos_encoding_mode, "NONE")
-        q_dtype = check.query_dtype("q_data_type", q_data_type)
+        validate.neutral("use_cuda_graph", use_cuda_graph, False)
+        validate.neutral("pos_encoding_mode", pos_encoding_mode, "NONE")
+        q_dtype = validate.query_dtype("q_data_type", q_data_type)
         super().__init__(
             float_workspace_buffer, kv_layout, False, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, backend=backend,
         )  # fmt: skip
-        self._constructed_with = {
+        self._constructor_options = {
             "q_data_type": q_dtype,
-            "kv_data_type": check.kv_dtype("kv_data_type", kv_data_type, q_dtype),
-            "o_data_type": check.output_dtype("o_data_type", o_data_type, q_dtype),
-            "head_dim_qk": check.size("head_dim_qk", head_dim_qk),
-            "head_dim_vo": check.size("head_dim_vo", head_dim_vo),
+            "kv_data_type": validate.kv_dtype("kv_data_type", kv_data_type, q_dtype),
+            "o_data_type": validate.output_dtype("o_data_type", o_data_type, q_dtype),
+            "head_dim_qk": validate.size("head_dim_qk", head_dim_qk),
+            "head_dim_vo": validate.size("head_dim_vo", head_dim_vo),
         }
         self._plan_given: PagedPlanArguments | None = None
         self._masked: dict[tuple[int, int], _Masked] = {}
@@ -215,15 +215,15 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def _arguments(self, given: dict[str, Any]) -> PagedPlanArguments:
         """Returns the arguments of a paged plan without a mask."""
         for name, neutral in _NEUTRAL.items():
-            check.neutral(name, given[name], neutral)
-        check.absent(**{name: given[name] for name in _ABSENT})
+            validate.neutral(name, given[name], neutral)
+        validate.absent(**{name: given[name] for name in _ABSENT})
         options = {name: given[name] for name in PagedPlanArguments.__slots__ if name in given}
-        for name, announced in self._constructed_with.items():
+        for name, fixed in self._constructor_options.items():
             if options[name] is None:
-                options[name] = announced
+                options[name] = fixed
             elif name.endswith("type"):
-                options[name] = check.dtype(name, options[name])
-        check_announced(self._constructed_with, options)
+                options[name] = validate.dtype(name, options[name])
+        check_constructor_options(self._constructor_options, options)
         options |= {"head_dim": options.pop("head_dim_qk"), "causal": True}
         return PagedPlanArguments(**options)
 
@@ -258,14 +258,14 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
 
         Raises RuntimeError, too: the stream is being captured.
         """
-        check.one_cache((bidirectional_ranges,))
-        known = {"rows of q": check.is_tensor("q", q).shape[0]}
-        ranges = check.conforms(
+        validate.one_cache((bidirectional_ranges,))
+        known = {"rows of q": validate.is_tensor("q", q).shape[0]}
+        ranges = validate.conforms(
             "bidirectional_ranges", bidirectional_ranges, "ranges", q.device, known
         )
         windows = (
-            max(check.size("causal_window_left", causal_window_left), -1),
-            max(check.size("range_window_left", range_window_left), 0),
+            max(validate.size("causal_window_left", causal_window_left), -1),
+            max(validate.size("range_window_left", range_window_left), 0),
         )
         return self._with_mask(ranges, windows).run(
             q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
@@ -282,7 +282,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         """run() with return_lse=True."""
         return self.run(return_lse=True, **given)
 
-    @check.eager
+    @torch_modes.eager
     def _with_mask(
         self, ranges: torch.Tensor, windows: tuple[int, int]
     ) -> BatchPrefillWithPagedKVCacheWrapper:

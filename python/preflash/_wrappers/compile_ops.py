@@ -1,7 +1,7 @@
 """Calls that torch records instead of making them: torch.compile, make_fx, torch.export and
 FakeTensorMode.
 
-The public functions come here when `check.traced()`. What is recorded is one operator of _torch_ops
+The public functions come here when `torch_modes.traced()`. Recorded is one operator of _torch_ops
 for each call, with the arguments of the call. A planned wrapper is named by a string, a constant of
 the graph; what it has planned is looked up when the operator runs, so that a graph sees every
 plan() and depends on none.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._check import values as check
+from .._check import dtypes, torch_modes, validate
 from .._check.arguments import KvCache, Result, RunArguments
 from .._check.calls import CHECKED_ALONE, ForwardArguments, SingleArguments
 from .._check.options import check_neutral, options_of
@@ -51,14 +51,14 @@ def _recorded_name(name: str) -> str:
     """A graph of torch.compile is guarded by the wrapper's name, which is the same in the next
     process, for torch's caches on disk. Graphs that may travel without guards name their
     process."""
-    if check.is_dynamo_compiling() and not _is_exporting():
+    if torch_modes.is_dynamo_compiling() and not _is_exporting():
         return name
     return f"{name}@{_PROCESS}"
 
 
 def planned_o_dtype(name: str) -> torch.dtype:
     """Asked while tracing; dynamo takes the answer for a constant, and the operator checks it."""
-    return check.TORCH_DTYPES[find_wrapper(name)._current().request.options.o_dtype]
+    return dtypes.TORCH_DTYPES[find_wrapper(name)._current().request.options.o_dtype]
 
 
 planned_o_dtype._dynamo_marked_constant = True  # torch.compiler.assume_constant_result
@@ -72,7 +72,7 @@ def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outpu
     if a.skip_factor > 0.0:
         options["skip_factor"] = a.skip_factor
     o_dtype = None
-    if q.dtype not in check.WIDE_DTYPES and outputs.out is None:
+    if q.dtype not in dtypes.WIDE_DTYPES and outputs.out is None:
         options["o_dtype"] = o_dtype = planned_o_dtype(name)
     arguments = (_recorded_name(name), q, *pools_of(kv))
     return _recorded("run", arguments, o_dtype, outputs, options)
@@ -83,7 +83,7 @@ def forward(
 ) -> Result:
     """The deprecated forward() and forward_return_lse()."""
     options = _options(a)
-    if q.dtype not in check.WIDE_DTYPES:
+    if q.dtype not in dtypes.WIDE_DTYPES:
         options["o_dtype"] = planned_o_dtype(name)
     operators = torch.ops.preflash
     operator = operators.forward_return_lse if outputs.return_lse else operators.forward
@@ -93,13 +93,13 @@ def forward(
 def single(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache()."""
     check_neutral(options_of(a))
-    check.custom_mask("custom_mask", a.custom_mask)
+    validate.custom_mask("custom_mask", a.custom_mask)
     outputs = outputs_of(a)
     options = _options(a)
-    o_dtype = check.alias("o_data_type", a.o_data_type, "o_dtype", a.o_dtype)
-    options["o_dtype"] = o_dtype = None if o_dtype is None else check.dtype("o_dtype", o_dtype)
+    o_dtype = validate.alias("o_data_type", a.o_data_type, "o_dtype", a.o_dtype)
+    options["o_dtype"] = o_dtype = None if o_dtype is None else validate.dtype("o_dtype", o_dtype)
     if outputs.out is not None or outputs.lse is not None:
-        o_dtype = check.output_dtype("o_dtype", o_dtype, a.q.dtype)
+        o_dtype = validate.output_dtype("o_dtype", o_dtype, a.q.dtype)
     return _recorded("single", (a.q, a.k, a.v), o_dtype, outputs, options)
 
 
@@ -152,7 +152,7 @@ def _options(a: ForwardArguments | SingleArguments) -> dict[str, Any]:
         if not field and name in a.OPTIONS:
             check_alone(name, getattr(a, name))
     given = {name: getattr(a, name) for name in a.OPERATOR}
-    return {**_by_type(**given), "causal": check.flag("causal", a.causal)}
+    return {**_by_type(**given), "causal": validate.flag("causal", a.causal)}
 
 
 def _by_type(**options: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._check import values as check
+from .._check import dtypes, torch_modes, validate
 from .._check.arguments import KvCache, Result, Scale, converted
 from .._check.calls import (
     DecodeForwardArguments,
@@ -32,13 +32,13 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any) -> tuple[Any
     if data_type is not None:
         # "float16" is q_data_type's default, so it cannot be told from its absence. An 8-bit
         # one is then that of the cache alone.
-        checked = check.dtype("data_type", data_type)
-        eight_bits = checked in check.FP8_DTYPES
+        checked = validate.dtype("data_type", data_type)
+        eight_bits = checked in dtypes.FP8_DTYPES
         if q_data_type is None or (q_data_type == "float16" and not eight_bits):
             q_data_type = data_type
         kv_data_type = data_type if kv_data_type is None else kv_data_type
-        q_dtype = check.dtype("q_data_type", q_data_type)
-        if checked not in (q_dtype, check.dtype("kv_data_type", kv_data_type)):
+        q_dtype = validate.dtype("q_data_type", q_data_type)
+        if checked not in (q_dtype, validate.dtype("kv_data_type", kv_data_type)):
             raise ValueError(
                 f"data_type={data_type}: deprecated, and neither q_data_type={q_data_type} "
                 f"nor kv_data_type={kv_data_type}; leave it None"
@@ -92,7 +92,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         backend: str = "auto",
         jit_args: Sequence[Any] | None = None,
     ) -> None:
-        self._use_tensor_cores = check.flag("use_tensor_cores", use_tensor_cores)
+        self._use_tensor_cores = validate.flag("use_tensor_cores", use_tensor_cores)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, None, paged_kv_indptr_buffer,
             paged_kv_indices_buffer, paged_kv_last_page_len_buffer, backend=backend,
@@ -168,12 +168,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             if isinstance(q_len, torch.Tensor) and on_host is None:
                 q_len, on_host = 1, q_len
             indptr = indptr if on_host is None else on_host
-        q_len = 1 if q_len is None else check.size("q_len_per_req", q_len)
+        q_len = 1 if q_len is None else validate.size("q_len_per_req", q_len)
         qo_indptr = _one_query_each(a.last_page_len)
         if q_len > 1:
             qo_indptr = qo_indptr * q_len
         # Here, where the two have the names that the caller knows.
-        if check.is_tensor("indptr", indptr).numel() != qo_indptr.numel():
+        if validate.is_tensor("indptr", indptr).numel() != qo_indptr.numel():
             raise ValueError(
                 f"indptr has {indptr.numel()} elements and last_page_len "
                 f"{a.last_page_len.numel()}; must have batch_size + 1 and batch_size"
@@ -239,9 +239,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             The others, all of them, the result and the errors are those of
             BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        check.one_cache(args)
+        validate.one_cache(args)
         if len(args) != 3 or not isinstance(args[2], (torch.Tensor, float)):
-            check.nothing_more("run", args)
+            validate.nothing_more("run", args)
         if self._had_several or q_len_per_req is not None:
             self._check_queries(q, q_len_per_req)
         return super().run(
@@ -254,7 +254,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         if q_len_per_req is None:
             asked = planned if a is None else a.q_len_per_req or 1
         else:
-            asked = check.size("q_len_per_req", q_len_per_req)
+            asked = validate.size("q_len_per_req", q_len_per_req)
         if asked == planned:
             return
         if self._graph is not None or a is None:
@@ -297,10 +297,10 @@ def planned_arrays(request: Request) -> dict[str, torch.Tensor]:
 
 def _one_query_each(last_page_len: torch.Tensor) -> torch.Tensor:
     """qo_indptr of a batch with one query per request; made on the host, where plan() reads it."""
-    return _numbers(check.is_tensor("last_page_len", last_page_len).numel() + 1)
+    return _numbers(validate.is_tensor("last_page_len", last_page_len).numel() + 1)
 
 
 @functools.lru_cache(maxsize=16)  # NOTE: shared by all callers, so read-only
 def _numbers(count: int) -> torch.Tensor:
-    check.not_traced()  # a tensor of FakeTensorMode would stay
+    torch_modes.not_traced()  # a tensor of FakeTensorMode would stay
     return torch.arange(count, dtype=torch.int32, device="cpu")

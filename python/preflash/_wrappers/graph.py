@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.lengths import IndexArrays
 from .._check.request import Request
 from .._device.stream import DeviceStream
@@ -51,7 +51,7 @@ class GraphBuffers(NamedTuple):
     def held(self) -> _core.PinnedAddresses:
         """Graphs hold the addresses of this memory, so that it has to stay as it is now."""
         held = _core.PinnedAddresses(
-            check.TORCH,
+            torch_modes.TORCH,
             since="the constructor",
             way_out="CUDA graphs hold its address: construct another wrapper",
         )
@@ -116,7 +116,7 @@ def _buffer(
             f"{name}=None with use_cuda_graph=True: plan() keeps its arrays in buffers of the "
             "caller, where a captured run finds them; pass one"
         )
-    value = check.conforms(name, value, rule, device)
+    value = validate.conforms(name, value, rule, device)
     if numel is not None and value.numel() != numel:
         raise ValueError(
             f"{name} has {value.numel()} elements; must have {numel}: the batch size, which is "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .. import _core
-from .._check import values as check
+from .._check import dtypes
 from .._check.arguments import RunKeywords, RunOptions
 from .._check.calls import BatchArguments
 from .._check.names import with_nearest
@@ -50,13 +50,13 @@ def _with_options(run: Run, options: Sequence[inspect.Parameter]) -> Run:
     return run
 
 
-def told_before(a: BatchArguments, options: _core.AttentionOptions) -> dict[str, Any]:
+def constructor_options(a: BatchArguments, options: _core.AttentionOptions) -> dict[str, Any]:
     """Options of a plan that constructors may fix, with their values in this plan."""
     return {
         "pos_encoding_mode": a.pos_encoding_mode,
-        "q_data_type": check.TORCH_DTYPES[options.q_dtype],
-        "kv_data_type": check.TORCH_DTYPES[options.kv_dtype],
-        "o_data_type": check.TORCH_DTYPES[options.o_dtype],
+        "q_data_type": dtypes.TORCH_DTYPES[options.q_dtype],
+        "kv_data_type": dtypes.TORCH_DTYPES[options.kv_dtype],
+        "o_data_type": dtypes.TORCH_DTYPES[options.o_dtype],
         "head_dim_qk": options.head_dim_qk,
         "head_dim_vo": options.head_dim_vo,
         "window_left": options.window_left,
@@ -71,9 +71,9 @@ def with_forward(
     return options.replace(**{**forward, "causal": causal})
 
 
-def check_announced(announced: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
+def check_constructor_options(fixed: Mapping[str, Any], planned: Mapping[str, Any]) -> None:
     """Raises ValueError if plan() contradicts an option of the constructor."""
-    for name, value in announced.items():
+    for name, value in fixed.items():
         if planned[name] != value:
             raise ValueError(
                 f"{name}={planned[name]} in plan() contradicts the constructor's {value}: "

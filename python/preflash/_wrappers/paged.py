@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._check import values as check
+from .._check import validate
 from .._check.arguments import KvCache, Result, RunKeywords, Scale
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
-from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
+from .._check.torch_modes import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import PagedEngineAttributes
 from .._compat.signatures import by_position, forwards, plans, takes
@@ -86,8 +86,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._announced = sink_variant.announced(jit_args, jit_kwargs)
-        check.neutral("variant_owns_mask", variant_owns_mask, False)
+        self._constructor_options = sink_variant.options_of(jit_args, jit_kwargs)
+        validate.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
             paged_kv_indptr_buf=paged_kv_indptr_buf, paged_kv_indices_buf=paged_kv_indices_buf,
@@ -240,7 +240,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             or (variant := (plan := self._plan).default_variant) is None
             or (options and (variant := quick_variant(plan, options)) is None)
         ):
-            check.one_cache(args)
+            validate.one_cache(args)
             given = run_options(self, (args, q_scale, k_scale, v_scale, sinks), options)
             outputs = Outputs(out, lse, return_lse, lse_base, lse_layout)
             return super()._run(q, paged_kv_cache, given, outputs)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._check import values as check
+from .._check import validate
 from .._check.arguments import Result, RunKeywords, Scale
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
-from .._check.recording import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
+from .._check.torch_modes import function_mode_is_active, is_dynamo_compiling, num_dispatch_modes
 from .._compat import sink_variant
 from .._compat.engine_attributes import RaggedEngineAttributes
 from .._compat.signatures import by_position, forwards, plans, takes
@@ -59,8 +59,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        self._announced = sink_variant.announced(jit_args, jit_kwargs)
-        check.neutral("variant_owns_mask", variant_owns_mask, False)
+        self._constructor_options = sink_variant.options_of(jit_args, jit_kwargs)
+        validate.neutral("variant_owns_mask", variant_owns_mask, False)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend, qo_indptr_buf=qo_indptr_buf,
             kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import torch_modes, validate
 from .._check.arguments import PerHead, Result, per_head_of, scales_of
 from .._check.calls import SingleArguments
 from .._check.lengths import single_batch
@@ -25,7 +25,7 @@ from .._device import backends
 from .._device.stream import DeviceStream, device_stream_of
 from .._plan import masks, pipeline, prepass
 from .._run.variant import mask_tiles, new_workspace, run_memory
-from . import traced
+from . import compile_ops
 
 _PLANS_KEPT = 64
 # Enough to split the keys of one request over any machine, and for its copies (pre-pass); allocated
@@ -48,10 +48,10 @@ _captured: list[_core.PlannedVariant] = []  # replayed by CUDA graphs, whose end
 
 def attention_of_one(a: SingleArguments) -> Result:
     """single_prefill_with_kv_cache()."""
-    return traced.single(a) if check.traced() else prefill(a)
+    return compile_ops.single(a) if torch_modes.traced() else prefill(a)
 
 
-@check.eager
+@torch_modes.eager
 def prefill(a: SingleArguments) -> Result:
     outputs, per_head = outputs_of(a), per_head_of(a)
     q, k, v = a.q, a.k, a.v
@@ -68,9 +68,9 @@ def prefill(a: SingleArguments) -> Result:
         # Unusual tensors, or an option without a hash: the checks name it.
         planned = None
     if planned is None:
-        check.forward_only(q=q, k=k, v=v)
+        torch_modes.forward_only(q=q, k=k, v=v)
         for name, value in (("q", q), ("k", k), ("v", v)):
-            check.tensor(name, value)
+            validate.tensor(name, value)
         device_stream = device_stream_of(q.device)
         planned = _plan(a, per_head, device_stream)
         _cache.plans[_key(a, per_head, device_stream)] = planned

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import _core
-from .._check import values as check
+from .._check import validate
 from .._device import backends
 from .._plan import prepass
 from . import CommandError
@@ -47,7 +47,7 @@ def long_name(dtype: str) -> str:
     """Returns torch's name of a dtype given by either name: "bfloat16" for "bf16"; an unknown name
     as it is."""
     try:
-        return str(check.dtype("dtype", dtype)).removeprefix("torch.")
+        return str(validate.dtype("dtype", dtype)).removeprefix("torch.")
     except ValueError:
         return dtype
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._check import extras
-from .._check import values as check
+from .._check import extras, torch_modes
 from .._device import backends
 
 try:
@@ -109,7 +108,7 @@ class _Mask(torch.Tensor):
         return self.of(super().to(*args, **kwargs), self.bounds)
 
 
-@check.not_compiled("it reads the lengths of the batch on the host")
+@torch_modes.not_compiled("it reads the lengths of the batch on the host")
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -180,7 +179,7 @@ def _facts(mask_function: Callable) -> dict[str, Any]:
 # Attention.
 
 
-@check.not_compiled("it plans on the host, once for each batch")
+@torch_modes.not_compiled("it plans on the host, once for each batch")
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -4,7 +4,7 @@ import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash._check import values as check
+from preflash._check import torch_modes
 from preflash._check.arguments import PER_HEAD_OPERANDS, PerHead
 from preflash._check.rules import TENSORS
 
@@ -13,12 +13,12 @@ HEADS = {"num_qo_heads": 8, "num_kv_heads": 4}
 
 @pytest.mark.parametrize("name", PerHead._fields)
 def test_the_binding_takes_them_by_name(name):
-    _core.RunMemory(check.TORCH, None, **{name: torch.ones(4)})
+    _core.RunMemory(torch_modes.TORCH, None, **{name: torch.ones(4)})
 
 
 def test_the_binding_takes_no_others():
     with pytest.raises(TypeError, match="RunMemory has no tensor named slopes"):
-        _core.RunMemory(check.TORCH, None, mask_bits=torch.ones(4), slopes=torch.ones(4))
+        _core.RunMemory(torch_modes.TORCH, None, mask_bits=torch.ones(4), slopes=torch.ones(4))
 
 
 @pytest.mark.parametrize("name", PerHead._fields)

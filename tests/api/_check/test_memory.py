@@ -7,8 +7,8 @@ import math
 import preflash
 import pytest
 import torch
-from preflash._check import values as check
-from preflash._wrap import single
+from preflash._check import validate
+from preflash._wrappers import single
 from preflash.testing import Case, MaskKind, build, oracle, runner
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
@@ -87,19 +87,19 @@ bad_tensors = pytest.mark.parametrize(("spoil", "why", "error"), BAD.values(), i
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
 def test_one_tensor(target, spoil, why, error, dtype):
     t = target.to(torch.ones(6, 4, dtype=dtype))
-    assert check.tensor("x", t) is t
+    assert validate.tensor("x", t) is t
     with pytest.raises(error, match=f"x .*{why}"):
-        check.tensor("x", spoil(t))
+        validate.tensor("x", spoil(t))
 
 
 def test_mkldnn():
     with pytest.raises(TypeError, match=r"x .*_mkldnn"):
-        check.tensor("x", torch.ones(2, 3).to_mkldnn())
+        validate.tensor("x", torch.ones(2, 3).to_mkldnn())
 
 
 def test_uninitialized_parameter():
     with pytest.raises(ValueError, match=r"x has no memory"):
-        check.tensor("x", torch.nn.UninitializedParameter())
+        validate.tensor("x", torch.nn.UninitializedParameter())
 
 
 def test_quantized(target):
@@ -132,7 +132,7 @@ def test_a_nested_mask(target):
 )
 def test_what_has_memory_passes(target, good):
     good = target.to(good)
-    assert check.tensor("x", good) is good
+    assert validate.tensor("x", good) is good
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_what_has_memory_passes(target, good):
 )
 def test_transforms(transform):
     def inner(t):
-        check.tensor("x", t)
+        validate.tensor("x", t)
         return t
 
     with pytest.raises(ValueError, match=r"x has no memory.*torch\.func"):

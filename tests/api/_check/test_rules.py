@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from preflash._check import values as check
+from preflash._check import validate
 from preflash._check.rules import RANGES, TENSORS
 
 CPU = torch.device("cpu")
@@ -36,13 +36,13 @@ def good(rule: str) -> torch.Tensor:
 
 def refused(kind: type[Exception], match: str, rule: str, value: torch.Tensor, **known) -> None:
     with pytest.raises(kind, match=match):
-        check.conforms("argument", value, rule, CPU, {**KNOWN, **known})
+        validate.conforms("argument", value, rule, CPU, {**KNOWN, **known})
 
 
 @pytest.mark.parametrize("rule", TENSORS)
 def test_conforming_tensors_are_returned(rule):
     value = good(rule)
-    assert check.conforms("argument", value, rule, CPU, KNOWN) is value
+    assert validate.conforms("argument", value, rule, CPU, KNOWN) is value
 
 
 @pytest.mark.parametrize("rule", [name for name, row in TENSORS.items() if row.dtype])
@@ -64,7 +64,7 @@ def test_another_shape_is_refused(rule):
         refused(ValueError, r"argument has shape .*; must be [\[(o]", rule, wrong)
         longer = torch.cat([value, value], i)
         if dim.endswith("+"):
-            assert check.conforms("argument", longer, rule, CPU, KNOWN) is longer
+            assert validate.conforms("argument", longer, rule, CPU, KNOWN) is longer
         else:
             refused(ValueError, r"argument has shape .*; must be [\[(o]", rule, longer)
 
@@ -78,7 +78,9 @@ def test_another_device_is_refused(rule):
 def test_layouts_exchange_tokens_and_heads(rule):
     value = good(rule)
     swapped = value.transpose(-3, -2).contiguous()
-    assert check.conforms("argument", swapped, rule, CPU, {**KNOWN, "kv_layout": "HND"}) is swapped
+    assert (
+        validate.conforms("argument", swapped, rule, CPU, {**KNOWN, "kv_layout": "HND"}) is swapped
+    )
     if TENSORS[rule].dtype:  # whose sizes the call knows
         refused(ValueError, "the shape fits HND", rule, swapped)
         refused(ValueError, "the shape fits NHD", rule, value, kv_layout="HND")
@@ -103,19 +105,19 @@ def test_overlapping_outputs_are_refused(rule):
 
 def test_a_size_that_the_call_does_not_know_is_free():
     value = torch.zeros(3, 5, 8, dtype=torch.float16)
-    assert check.conforms("k", value, known={"num_kv_heads": 5}) is value
+    assert validate.conforms("k", value, known={"num_kv_heads": 5}) is value
     with pytest.raises(ValueError, match=r"must be \(3, 4, 8\): \[at least kv_indptr"):
-        check.conforms("k", value, known={"num_kv_heads": 4})
+        validate.conforms("k", value, known={"num_kv_heads": 4})
 
 
 @pytest.mark.parametrize("name", RANGES)
 def test_sizes_outside_their_range_are_refused(name):
     least, most = RANGES[name]
     for value in (least, most):
-        assert check.size(name, value) == value
+        assert validate.size(name, value) == value
     for value in (least - 1, most + 1):
         with pytest.raises(ValueError, match=rf"{name}={value}: must be in \[{least}, {most}\]"):
-            check.size(name, value)
+            validate.size(name, value)
     for value in (True, 1.0, None):
         with pytest.raises(TypeError, match=f"{name} must be an integer"):
-            check.size(name, value)
+            validate.size(name, value)

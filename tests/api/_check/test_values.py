@@ -6,7 +6,7 @@ from fractions import Fraction
 import preflash
 import pytest
 import torch
-from preflash._check import values as check
+from preflash._check import validate
 from preflash.testing import Case, MaskKind, build, reference, runner
 from preflash.testing.case import Position
 
@@ -24,11 +24,11 @@ def refusal(call, name, error=ValueError):
 
 @pytest.mark.parametrize("value", [HUGE, -HUGE, 10**5000, Fraction(HUGE, 3)], ids=lambda _: "huge")
 def test_huge_numbers(value):
-    refusal(lambda: check.real("sm_scale", value), "sm_scale")
-    refusal(lambda: check.scale("q_scale", value), "q_scale")
-    refusal(lambda: check.soft_cap("logits_soft_cap", value), "logits_soft_cap")
+    refusal(lambda: validate.real("sm_scale", value), "sm_scale")
+    refusal(lambda: validate.scale("q_scale", value), "q_scale")
+    refusal(lambda: validate.soft_cap("logits_soft_cap", value), "logits_soft_cap")
     if isinstance(value, int):
-        refusal(lambda: check.size("head_dim", value), "head_dim")
+        refusal(lambda: validate.size("head_dim", value), "head_dim")
 
 
 def test_huge_numbers_in_plan(target):
@@ -55,19 +55,19 @@ def test_huge_numbers_in_plan(target):
     ids=["meta", "sparse", "nested", "complex", "bool", "nan"],
 )
 def test_tensors_as_scales(value, error):
-    refusal(lambda: check.scale("k_scale", value), "k_scale", error)
+    refusal(lambda: validate.scale("k_scale", value), "k_scale", error)
 
 
 def test_the_largest_logits_scale():
     """Times log2(e) it is finite in float32, and hardly less than the largest that is."""
     log2_e = torch.tensor(1.4426950408889634, dtype=torch.float32, device="cpu")
-    limit = torch.tensor(check.LARGEST_LOGITS_SCALE, dtype=torch.float32, device="cpu")
+    limit = torch.tensor(validate.LARGEST_LOGITS_SCALE, dtype=torch.float32, device="cpu")
     assert bool((limit * log2_e).isfinite())
     assert bool((limit * 1.001 * log2_e).isinf())
-    for value in (check.LARGEST_LOGITS_SCALE, -check.LARGEST_LOGITS_SCALE, 0.0):
-        assert check.logits_scale("sm_scale", value) == value
+    for value in (validate.LARGEST_LOGITS_SCALE, -validate.LARGEST_LOGITS_SCALE, 0.0):
+        assert validate.logits_scale("sm_scale", value) == value
     for value in (2.36e38, -2.36e38, float("inf"), float("nan")):
-        refusal(lambda value=value: check.logits_scale("sm_scale", value), "sm_scale")
+        refusal(lambda value=value: validate.logits_scale("sm_scale", value), "sm_scale")
 
 
 def test_scales_beside_a_soft_cap():
@@ -89,7 +89,7 @@ def test_scales_beside_alibi(target, sign):
             lambda value=value: runner.plan(wrapper, inputs, sm_scale=sign * value), "sm_scale"
         )
         assert "ALiBi" in message
-    for value in (check.SMALLEST_BIASED_SCALE, 0.0):
+    for value in (validate.SMALLEST_BIASED_SCALE, 0.0):
         runner.plan(wrapper, inputs, sm_scale=sign * value)
         out, lse = runner.run(wrapper, inputs)
         assert out.isfinite().all()
@@ -126,7 +126,7 @@ def test_soft_caps_that_are_too_large(target):
 
 
 @pytest.mark.parametrize("sm_scale", [0.125, 1e-3, 2e-8])
-@pytest.mark.parametrize("soft_cap", [1e10, 1e20, check.LARGEST_SOFT_CAP])
+@pytest.mark.parametrize("soft_cap", [1e10, 1e20, validate.LARGEST_SOFT_CAP])
 def test_large_soft_caps(target, sm_scale, soft_cap):
     """They are as accurate as no cap, which is what they mean."""
     case = dataclasses.replace(CASE, sm_scale=sm_scale, soft_cap=soft_cap)
@@ -181,12 +181,12 @@ def test_a_window_wider_than_any_request(target):
 )
 def test_dtypes_by_name(names, dtype):
     for name in (dtype, *names.split()):
-        assert check.dtype("q_data_type", name) is dtype
+        assert validate.dtype("q_data_type", name) is dtype
 
 
 @pytest.mark.parametrize("name", ["fp8", "8", "BF16", "tensor", "torch", "", "e4m3 "])
 def test_names_of_no_dtype(name):
-    message = refusal(lambda: check.dtype("q_data_type", name), "q_data_type")
+    message = refusal(lambda: validate.dtype("q_data_type", name), "q_data_type")
     assert "float16" in message
     assert "bf16" in message
 
@@ -197,7 +197,7 @@ def test_names_of_no_dtype(name):
 )
 def test_plan_takes_short_names(target, q, kv, out):
     """The numbers are those of a plan with torch's dtypes, and the oracle's."""
-    dtype, kv_dtype, o_dtype = (check.dtype("dtype", name) for name in (q, kv, out))
+    dtype, kv_dtype, o_dtype = (validate.dtype("dtype", name) for name in (q, kv, out))
     case = dataclasses.replace(CASE, dtype=dtype, kv_dtype=kv_dtype, o_dtype=o_dtype)
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
@@ -216,4 +216,4 @@ def test_functions_take_short_names():
     q = k = v = torch.randn(3, 2, 64).to(torch.float8_e4m3fn)
     for name in ("bf16", "fp16", "e4m3"):
         out = preflash.single_prefill_with_kv_cache(q, k, v, o_dtype=name)
-        assert out.dtype is check.dtype("o_dtype", name)
+        assert out.dtype is validate.dtype("o_dtype", name)

@@ -469,19 +469,23 @@ def test_attributes_before_and_after_plan(target, case):
         wrapper._cached_module.plan(wrapper._float_workspace_buffer)
 
 
-def told_attributes(wrapper) -> list[str]:
-    from preflash._compat.engine_attributes import told
+def readonly_attributes(wrapper) -> list[str]:
+    from preflash._compat.engine_attributes import readonly_property
 
-    return [name for name in dir(type(wrapper)) if isinstance(getattr(type(wrapper), name), told)]
+    return [
+        name
+        for name in dir(type(wrapper))
+        if isinstance(getattr(type(wrapper), name), readonly_property)
+    ]
 
 
 @WRAPPERS
 def test_attributes_cannot_be_set(target, case):
     _, wrapper = made(case, target)
-    names = told_attributes(wrapper)
+    names = readonly_attributes(wrapper)
     assert {"_qo_indptr_last", "_qo_indptr_buf", "_causal", "_plan_info"} <= set(names)
     for name in names:
-        with pytest.raises(AttributeError, match=rf"{name} tells .* cannot be set"):
+        with pytest.raises(AttributeError, match=rf"{name} is read-only"):
             setattr(wrapper, name, None)
 
 

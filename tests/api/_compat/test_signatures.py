@@ -5,7 +5,7 @@ import inspect
 import preflash
 import pytest
 from preflash._check import calls as _calls
-from preflash._wrap.batch import BatchPrefillWrapper
+from preflash._wrappers.batch import BatchPrefillWrapper
 
 REQUIRED = inspect.Parameter.empty
 NONE = None

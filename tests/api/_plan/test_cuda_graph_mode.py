@@ -8,7 +8,7 @@ import pytest
 import torch
 from graph_stage import Limits, Stage, capture, recorder  # noqa: F401
 from preflash import _core
-from preflash._wrap import graph as _graph
+from preflash._wrappers import graph as _graph
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 from test_interrupts import interrupted

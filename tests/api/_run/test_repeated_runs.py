@@ -13,7 +13,7 @@ import torch
 from planned_cases import planned
 from preflash import _core
 from preflash._check import tensors as _tensors
-from preflash._check import values as check
+from preflash._check import torch_modes
 from preflash._check.outputs import DEFAULT_OUTPUTS
 from preflash.testing import Case, KvForm, MaskKind, build, runner
 from torch.autograd import forward_ad
@@ -62,7 +62,7 @@ def checks(monkeypatch):
 def reading(request, monkeypatch):
     """Both ways in which C++ reads tensors, of which an older torch has the second alone."""
     if not request.param:
-        monkeypatch.setattr(check, "TORCH", older_torch())
+        monkeypatch.setattr(torch_modes, "TORCH", older_torch())
 
 
 def older_torch():
@@ -158,7 +158,7 @@ CHANGES = {
 def by_methods(case, target):
     """A wrapper whose tensors are asked, as those of an older torch are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "TORCH", older_torch())
+        patch.setattr(torch_modes, "TORCH", older_torch())
         return planned(case, target)[1]
 
 

@@ -15,7 +15,7 @@ from compiled_calls import (
     calls_of,
     planned,
 )
-from preflash._check import recording
+from preflash._check import torch_modes
 from preflash._torch import operators
 from preflash.testing import Case, MaskKind, build, reference, runner
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -341,15 +341,15 @@ def test_causal_in_the_place_of_a_mask(target):
 @pytest.mark.parametrize("takes_reason", [True, False], ids=["torch 2.7", "torch 2.4"])
 def test_the_reason_of_a_graph_break(monkeypatch, takes_reason):
     """torch.compiler.disable of torch 2.4 to 2.6 takes no reason."""
-    if takes_reason and not recording._TAKES_REASON:
+    if takes_reason and not torch_modes._TAKES_REASON:
         pytest.skip("this torch prints no reason")
     if not takes_reason:
         disable = torch.compiler.disable
         older = lambda fn=None, recursive=True: disable(fn, recursive)  # noqa: E731
         monkeypatch.setattr(torch.compiler, "disable", older)
-        monkeypatch.setattr(recording, "_TAKES_REASON", False)
+        monkeypatch.setattr(torch_modes, "_TAKES_REASON", False)
 
-    @recording.not_compiled("it reads a file")
+    @torch_modes.not_compiled("it reads a file")
     def call(x):
         return x + 1
 
@@ -389,7 +389,7 @@ def test_plan_is_no_part_of_a_graph(target):
     tensors = (inputs.q, inputs.k, inputs.v)
     with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         torch.compile(step, backend="eager", fullgraph=True)(*tensors)
-    if recording._TAKES_REASON:
+    if torch_modes._TAKES_REASON:
         assert "call it outside of torch.compile" in str(caught.value)
     assert_same(torch.compile(step, backend="eager")(*tensors), step(*tensors))
 

@@ -10,7 +10,7 @@ import torch
 
 import preflash
 
-from ..._check import values as check
+from ..._check import dtypes
 from ...testing.case import flops
 from .. import CommandError, check_writable
 from ..console import progress
@@ -99,19 +99,19 @@ def _chosen_rows(args: argparse.Namespace, place: Place) -> dict[str, list[Bench
     """By kind."""
     default = "bf16" if place.device.type == "cuda" or args.quick else "f32,bf16,f16"
     asked = (args.dtype or default).split(",")
-    known = {long_name(name): check.SHORT_DTYPES[name] for name in _DTYPES}
+    known = {long_name(name): dtypes.SHORT_DTYPES[name] for name in _DTYPES}
     if unknown := [name for name in asked if long_name(name) not in known]:
         there = ", ".join(f"{short} ({long})" for short, long in zip(_DTYPES, known, strict=True))
         raise CommandError(f"--dtype {unknown[0]}: there are {there}")
-    dtypes = list(dict.fromkeys(known[long_name(name)] for name in asked))
-    if unfit := [dtype for dtype in dtypes if dtype not in place.dtypes]:
+    chosen_dtypes = list(dict.fromkeys(known[long_name(name)] for name in asked))
+    if unfit := [dtype for dtype in chosen_dtypes if dtype not in place.dtypes]:
         raise CommandError(f"--dtype {args.dtype}: {place.backend} does not take {unfit[0]}")
     chosen, names = {}, []
     for key, (rows_for_device, _, _) in _KINDS.items():
         rows = rows_for_device(place.device.type, args.quick)
         names += [row.name for row in rows]
         rows = [row for row in rows if any(part in row.name for part in args.rows.split(","))]
-        chosen[key] = [row.with_dtype(dtype) for dtype in dtypes for row in rows]
+        chosen[key] = [row.with_dtype(dtype) for dtype in chosen_dtypes for row in rows]
     if not any(chosen.values()):
         there = ", ".join(names)
         raise CommandError(f"--rows {args.rows!r} names no row; there are: {there}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._check import values as check
+from ..._check import validate
 from ...testing import timing
 from .. import CommandError
 from ..machine import Place, long_name
@@ -64,7 +64,7 @@ def roofs(place: Place, rows: Sequence[Row]) -> dict[str, float]:
             dtype = long_name(row["dtype"])
             fastest[dtype] = max(fastest.get(dtype, 0.0), *row["speed"].values())
     for dtype, speed in fastest.items():
-        product = roof(place, check.dtype("dtype", dtype))
+        product = roof(place, validate.dtype("dtype", dtype))
         if product >= speed:
             found[dtype] = product
         else:
