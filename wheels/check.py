@@ -102,11 +102,15 @@ def _size_and_tags(wheel: Path) -> list[str]:
 
 def _contents(package: Path) -> list[str]:
     expected = ["__init__.py", "py.typed", "prefill.pyi", "variants.json"]
-    expected += ["lib/libpreflash_kernels_common.so"]
+    expected += ["lib/libpreflash_kernels_common.so", "lib/libpreflash.so"]
+    expected += ["include/preflash/preflash.h"]
     found = [f"lacks preflash/{name}" for name in expected if not (package / name).is_file()]
     if len(list(package.glob("_core.*.so"))) != 1:
         found.append("does not hold exactly one preflash/_core")
-    if list(package.rglob("*.cu*")) or list(package.rglob("*.h")):
+    interface = package / "include"
+    if list(package.rglob("*.cu*")) or any(
+        interface not in header.parents for header in package.rglob("*.h")
+    ):
         found.append("carries sources")
     licensed = {path.name for path in package.parent.glob("preflash-*.dist-info/**/*")}
     found += [f"lacks the licence {name}" for name in LICENSES if licensed and name not in licensed]

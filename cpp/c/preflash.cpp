@@ -92,7 +92,7 @@ Struct copy_of(const Struct* given, const Struct& defaults, const char* name) {
   return copy;
 }
 
-DType dtype_of(preflash_dtype dtype, const char* name) {
+DType dtype_of(std::int32_t dtype, const char* name) {
   switch (dtype) {
     case PREFLASH_FLOAT32: return DType::kFloat32;
     case PREFLASH_FLOAT16: return DType::kFloat16;
@@ -100,7 +100,7 @@ DType dtype_of(preflash_dtype dtype, const char* name) {
     case PREFLASH_FLOAT8_E4M3: return DType::kFloat8E4M3;
     case PREFLASH_FLOAT8_E5M2: return DType::kFloat8E5M2;
   }
-  refuse(name, " = ", static_cast<int>(dtype), " is no preflash_dtype");
+  refuse(name, " = ", dtype, " is no preflash_dtype");
 }
 
 bool is_8_bit(DType dtype) { return size_of(dtype) == 1; }
@@ -141,7 +141,7 @@ void check_sm_scale(float scale, const AttentionOptions& options) {
   }
 }
 
-Position position_of(preflash_position position) {
+Position position_of(std::int32_t position) {
   switch (position) {
     case PREFLASH_POSITION_NONE: return Position::kNone;
     case PREFLASH_ROPE: return Position::kRope;

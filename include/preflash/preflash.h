@@ -81,14 +81,14 @@ typedef struct preflash_segment {
   int32_t num_kv_heads; /* divides num_qo_heads */
   int32_t head_dim_qk;
   int32_t head_dim_vo;
-  preflash_dtype q_dtype;
-  preflash_dtype kv_dtype; /* q_dtype, or 8 bits beside wider queries */
-  preflash_dtype o_dtype;  /* q_dtype; for e4m3 queries also float16 or bfloat16 */
-  int32_t causal;          /* 0 or 1: the last query of a request sees all of its keys */
-  int32_t custom_mask;     /* 0 or 1: a run brings bits; not with causal or kv_lens */
-  int32_t window_left;     /* keys that a query sees before its own; -1: all */
-  float soft_cap;          /* c: logit = c * tanh(logit / c); 0: off */
-  preflash_position position;
+  int32_t q_dtype;     /* a preflash_dtype */
+  int32_t kv_dtype;    /* q_dtype, or 8 bits beside wider queries */
+  int32_t o_dtype;     /* q_dtype; for e4m3 queries also float16 or bfloat16 */
+  int32_t causal;      /* 0 or 1: the last query of a request sees all of its keys */
+  int32_t custom_mask; /* 0 or 1: a run brings bits; not with causal or kv_lens */
+  int32_t window_left; /* keys that a query sees before its own; -1: all */
+  float soft_cap;      /* c: logit = c * tanh(logit / c); 0: off */
+  int32_t position;    /* a preflash_position */
   double rope_scale;
   double rope_theta;
   int32_t batch_invariant; /* 0 or 1: the bits of a request depend on the request alone */
