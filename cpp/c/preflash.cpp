@@ -282,7 +282,7 @@ FoundKernel kernel_of(Family family, const PerSegment<AttentionOptions>& options
 }
 
 // The families that a backend means on a device, best first.
-std::vector<Family> families_of(preflash_backend backend, int device) {
+std::vector<Family> families_of(std::int32_t backend, int device) {
   check_device(device);
   registry();
   const int capability = device == kCpuDevice ? 0 : facts_of(device).compute_capability;
@@ -301,7 +301,7 @@ std::vector<Family> families_of(preflash_backend backend, int device) {
 }
 
 // The first family that serves the options, or the last, whose plan says why not.
-Family choose_family(preflash_backend backend, int device,
+Family choose_family(std::int32_t backend, int device,
                      const PerSegment<AttentionOptions>& options) {
   const std::vector<Family> families = families_of(backend, device);
   for (const Family family : families) {
@@ -466,7 +466,7 @@ preflash_status preflash_set_kernel_directory(const char* directory) {
   });
 }
 
-preflash_status preflash_find_variant(int device, preflash_backend backend,
+preflash_status preflash_find_variant(int device, std::int32_t backend,
                                       const preflash_segment* segments, int num_segments,
                                       const char** variant) {
   return guarded([&] {
@@ -489,9 +489,8 @@ preflash_status preflash_find_variant(int device, preflash_backend backend,
   });
 }
 
-preflash_status preflash_sizes(int device, preflash_backend backend,
-                               const preflash_segment* segments, int num_segments,
-                               preflash_memory* memory) {
+preflash_status preflash_sizes(int device, std::int32_t backend, const preflash_segment* segments,
+                               int num_segments, preflash_memory* memory) {
   return guarded([&] {
     preflash_memory sizes = copy_of(memory, preflash_memory PREFLASH_MEMORY_INIT, "memory");
     const auto requests = requests_of(segments_of(segments, num_segments));
@@ -525,7 +524,7 @@ preflash_status preflash_plan_set_num_threads(preflash_plan* plan, int num_threa
   });
 }
 
-preflash_status preflash_plan_batch(preflash_plan* plan, preflash_backend backend,
+preflash_status preflash_plan_batch(preflash_plan* plan, std::int32_t backend,
                                     const preflash_segment* segments, int num_segments,
                                     void* int_memory, std::size_t int_bytes,
                                     std::size_t float_bytes, void* stream) {

@@ -50,6 +50,7 @@ typedef enum preflash_status {
   PREFLASH_FAILED = 3            /* the driver failed, or memory is short */
 } preflash_status;
 
+/* Enums are passed and stored as int32_t, so that a value that is none of theirs is refused. */
 typedef enum preflash_backend {
   PREFLASH_AUTO = 0, /* the fastest that serves the options on the device */
   PREFLASH_CPU = 1,
@@ -188,12 +189,12 @@ PREFLASH_API preflash_status preflash_set_kernel_directory(const char* directory
  * is its name, valid as long as the process. PREFLASH_NOT_COMPILED: preflash_last_error() says why
  * not. Lengths are not looked at: a plan may take a sibling of the kernel with other tiles. device:
  * ordinal of a GPU, or -1 for the CPU. */
-PREFLASH_API preflash_status preflash_find_variant(int device, preflash_backend backend,
+PREFLASH_API preflash_status preflash_find_variant(int device, int32_t backend,
                                                    const preflash_segment* segments,
                                                    int num_segments, const char** variant);
 
 /* Bytes for plans of these segments and lengths. */
-PREFLASH_API preflash_status preflash_sizes(int device, preflash_backend backend,
+PREFLASH_API preflash_status preflash_sizes(int device, int32_t backend,
                                             const preflash_segment* segments, int num_segments,
                                             preflash_memory* memory);
 
@@ -207,7 +208,7 @@ PREFLASH_API preflash_status preflash_plan_set_num_threads(preflash_plan* plan, 
  * the work list to int_memory, on the stream: runs on it come behind. int_memory (aligned to 16
  * bytes) stays the plan's until another is given; a CUDA graph of the runs needs the same one in
  * every plan. float_bytes: of the memory that runs will bring. An error leaves the last plan. */
-PREFLASH_API preflash_status preflash_plan_batch(preflash_plan* plan, preflash_backend backend,
+PREFLASH_API preflash_status preflash_plan_batch(preflash_plan* plan, int32_t backend,
                                                  const preflash_segment* segments, int num_segments,
                                                  void* int_memory, size_t int_bytes,
                                                  size_t float_bytes, void* stream);
