@@ -147,7 +147,7 @@ Position position_of(std::int32_t position) {
     case PREFLASH_ROPE: return Position::kRope;
     case PREFLASH_ALIBI: return Position::kAlibi;
   }
-  refuse("position = ", static_cast<int>(position), " is no preflash_position");
+  refuse("position = ", position, " is no preflash_position");
 }
 
 AttentionOptions options_of(const preflash_segment& given) {
