@@ -24,7 +24,7 @@ REPORT = ROOT / "docs" / "dev" / "gpu_suite.md"
 TESTS = (
     "tests/gpu",
     "tests/api",
-    "tests/fuzz/test_fuzz_calls.py",
+    "tests/fuzz/test_fuzz.py",
     "tests/codegen/test_registry.py",
 )
 _SETTINGS = "PREFLASH_GPU_SUITE"  # JSON, for the plugin in every process

@@ -1,7 +1,7 @@
 """The API tests run on every device that is there: a CPU always, a GPU where torch sees one.
 
 Folders are named after the rooms of python/preflash that their tests are about; tests of public
-modules and of the package as a whole are beside them.
+modules and of the package as a whole are in this folder.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Calls of cudnn_batch_prefill_with_kv_cache for cases, and their results beside the oracle."""
+"""Calls of cudnn_batch_prefill_with_kv_cache for cases, and their results against the oracle."""
 
 import math
 

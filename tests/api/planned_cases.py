@@ -1,11 +1,63 @@
-"""A case on the device of a test, planned."""
+"""A case on the device of a test: inputs, a wrapper, and a run that is compared with the oracle."""
 
+import pytest
 from preflash.testing import Case, Inputs, build, runner
+
+PAGED_ARRAYS = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+
+
+def unplanned(case: Case, target, **options) -> tuple[Inputs, object]:
+    """Returns inputs and a wrapper without a plan; options: of the constructor."""
+    inputs = build(case, device=target.device)
+    backend = {"backend": target.backend, "device": target.device, **options}
+    return inputs, runner.make_wrapper(case, **backend)
 
 
 def planned(case: Case, target, **options) -> tuple[Inputs, object]:
-    """Inputs and a wrapper; options: of plan()."""
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    """Returns inputs and a planned wrapper; options: of plan()."""
+    inputs, wrapper = unplanned(case, target)
     runner.plan(wrapper, inputs, **options)
     return inputs, wrapper
+
+
+def check_run(inputs: Inputs, wrapper, expected=None, **options) -> tuple:
+    """Compares run() into poisoned outputs with the oracle; returns (out, lse)."""
+    result = runner.run(wrapper, inputs, **options)
+    runner.compare(inputs, *result, expected).check()
+    return result
+
+
+def tensors(inputs: Inputs) -> tuple:
+    """Returns the first arguments of run(): q, and the cache or k and v."""
+    return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
+
+
+def plan_arguments(inputs: Inputs) -> dict:
+    """Returns the arguments of plan() by name."""
+    positional, options = runner.plan_arguments(inputs)
+    arrays = PAGED_ARRAYS if inputs.case.paged else ("qo_indptr", "kv_indptr")
+    names = (*arrays, "num_qo_heads", "num_kv_heads", "head_dim", "page_size")
+    return {**dict(zip(names, positional, strict=False)), **options}
+
+
+def mistakes(*rows) -> list:
+    """Returns parameters (argument, value, error, says) of rows (argument, error, *values).
+
+    A value is wrong for the argument, or a function that makes a wrong value of the right one. In
+    a list [value, says], `says` is a pattern of the message, else the argument's name.
+    """
+    found = []
+    for argument, error, *values in rows:
+        for value in values:
+            value, says = value if isinstance(value, list) else (value, rf"\b{argument}\b")
+            text = getattr(value, "__name__", str(value).replace("\n", " ")[:24])
+            found.append(pytest.param(argument, value, error, says, id=f"{argument}-{text}"))
+    return found
+
+
+def spoil(arguments: dict, argument: str, value, target) -> None:
+    """Puts a wrong value of mistakes() into the arguments of a call."""
+    if callable(value):
+        arguments[argument] = value(arguments.get(argument))
+    else:
+        arguments[argument] = target.to(value) if hasattr(value, "device") else value

@@ -8,35 +8,20 @@ import math
 from types import SimpleNamespace
 
 import torch
+from preflash.testing.oracle import Pipeline, attend
 
 D, HEADS, KV_HEADS, SCALE = 64, 4, 2, 0.2
 SLOTS, MAX_TOKENS = 4096, 256
 
 
 class Mode(enum.Enum):
-    """ForwardMode."""
+    """ForwardMode: is_idle(), is_decode_or_idle(), is_target_verify(), ..."""
 
-    EXTEND = enum.auto()
-    DECODE = enum.auto()
-    IDLE = enum.auto()
-    TARGET_VERIFY = enum.auto()
-    DRAFT_EXTEND_V2 = enum.auto()
-    DLLM_EXTEND = enum.auto()
+    EXTEND, DECODE, IDLE, TARGET_VERIFY, DRAFT_EXTEND_V2, DLLM_EXTEND = range(6)
 
-    def is_idle(self):
-        return self is Mode.IDLE
-
-    def is_decode_or_idle(self):
-        return self in (Mode.DECODE, Mode.IDLE)
-
-    def is_target_verify(self):
-        return self is Mode.TARGET_VERIFY
-
-    def is_draft_extend_v2(self):
-        return self is Mode.DRAFT_EXTEND_V2
-
-    def is_dllm_extend(self):
-        return self is Mode.DLLM_EXTEND
+    def __getattr__(self, name):
+        kinds = name.removeprefix("is_").upper().split("_OR_")
+        return lambda: self.name in kinds
 
 
 class Algorithm:
@@ -127,8 +112,8 @@ class WindowPool(Pool):
 
 @dataclasses.dataclass
 class Request:
-    """One request of a step. The new tokens are the last ones of its keys; encoder: tokens of an
-    encoder before them."""
+    """A request of a step. The new tokens are the last of its keys; encoder: tokens of an encoder
+    before them."""
 
     new: int
     total: int
@@ -274,13 +259,23 @@ class Engine:
             for i in (0, 1)
         )
 
-    def check(self, requests, mode=Mode.EXTEND, *, seed=0, masks=None, sinks=None, **changed):
-        """Every layer on one eager step, against float32."""
+    def step(self, requests, seed=0):
+        """Slots for the requests and their inputs, of which the earlier keys are in the cache."""
         self.allocate(requests)
         inputs = self.inputs(requests, seed)
         self.fill(requests, inputs)
+        return inputs
+
+    def begun(self, requests, mode=Mode.EXTEND, **changed):
+        """A batch that the backend has planned for."""
         batch = self.batch(requests, mode, **changed)
         self.backend.init_forward_metadata(batch)
+        return batch
+
+    def check(self, requests, mode=Mode.EXTEND, *, seed=0, masks=None, sinks=None, **changed):
+        """Every layer on one eager step, against the oracle."""
+        inputs = self.step(requests, seed)
+        batch = self.begun(requests, mode, **changed)
         options = {} if sinks is None else {"sinks": sinks.to(self.device)}
         for index, (q, pairs) in enumerate(inputs):
             k, v = self.new_keys(index, requests, pairs)
@@ -291,39 +286,25 @@ class Engine:
 
 
 def reference(q, pairs, requests, layer, engine, masks=None, sinks=None):
-    """masks: bool [new, total] of each request instead of causal masking."""
-    q, rows, out = q.float(), 0, []
+    """The oracle's output. masks: bool [new, total] of each request instead of causal masking."""
+    decoder = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
+    pipeline = Pipeline(
+        layer.scaling, decoder, layer.sliding_window_size, layer.logit_cap, sinks=sinks
+    )
+    rows, out = 0, []
     for i, (request, (k, v)) in enumerate(zip(requests, pairs, strict=True)):
-        mine = q[rows : rows + request.new]
-        rows += request.new
         if engine.kv_dtype != engine.dtype:
             k = (k / layer.k_scale).to(engine.kv_dtype).float() * layer.k_scale
             v = (v / layer.v_scale).to(engine.kv_dtype).float() * layer.v_scale
-        k, v = (x.float().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        if len(k) == 0:
-            out.append(mine.new_zeros(request.new, HEADS, v.shape[-1]))
-            continue
-        logits = torch.einsum("qhd,khd->hqk", mine, k) * layer.scaling
-        if layer.logit_cap:
-            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-        if not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER:
-            position = torch.arange(request.total - request.new, request.total)[:, None]
-            distance = position - torch.arange(request.total)
-            hidden = distance < 0 if masks is None else ~masks[i]
-            if layer.sliding_window_size >= 0:
-                hidden = hidden | (distance > layer.sliding_window_size)
-            logits = logits.masked_fill(hidden, -torch.inf)
-        if sinks is not None:
-            column = sinks.float()[:, None, None].expand(-1, request.new, 1)
-            logits = torch.cat([logits, column], -1)
-            v = torch.cat([v, torch.zeros_like(v[:1])])
-        out.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), v))
+        mask = None if masks is None else masks[i]
+        out.append(attend(q[rows : rows + request.new], k, v, pipeline, custom=mask).out)
+        rows += request.new
     return torch.cat(out)
 
 
 def close(got, wanted, tolerance=0.01):
     assert got.shape == wanted.shape
-    error = (got.float().cpu() - wanted).abs().max()
+    error = (got.double().cpu() - wanted).abs().max()
     assert error < tolerance * max(1.0, float(wanted.abs().max())), error
 
 

@@ -22,6 +22,11 @@ def states(target, tokens, count, heads, dim, dtype, seed=0):
     return target.to(v), target.to(s)
 
 
+def halves(v, s):
+    """Two states: (v_a, s_a, v_b, s_b)."""
+    return [x[:, i].contiguous() for i in range(2) for x in (v, s)]
+
+
 def check(v, s, expected_v, expected_s):
     """One rounding of the output, float32 inside."""
     assert s.dtype == torch.float32
@@ -46,8 +51,7 @@ def test_merge_state(target, shape, dtype):
         return
     v, s = states(target, shape[0], 2, *shape[1:], dtype)
     before = v.clone(), s.clone()
-    args = (v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
-    out, lse = preflash.merge_state(*args)
+    out, lse = preflash.merge_state(*halves(v, s))
     assert out.dtype == dtype
     check(out, lse, *oracle.merge(v, s))
     assert torch.equal(v, before[0])
@@ -74,14 +78,10 @@ def test_no_states_merge_to_nothing(target, dtype):
 @pytest.mark.parametrize("masked", [False, True])
 def test_merge_state_in_place(target, dtype, masked):
     v, s = states(target, 21, 2, 4, 64, dtype, seed=3)
-    a, sa = v[:, 0].contiguous(), s[:, 0].contiguous()
+    a, sa, *other = halves(v, s)
     keep = target.to(torch.arange(21) % 3 != 0)
     old_v, old_s = a.clone(), sa.clone()
-    mask = keep if masked else None
-    result = preflash.merge_state_in_place(
-        a, sa, v[:, 1].contiguous(), s[:, 1].contiguous(), mask=mask
-    )
-    assert result is None
+    assert preflash.merge_state_in_place(a, sa, *other, mask=keep if masked else None) is None
     expected_v, expected_s = oracle.merge(v, s)
     chosen = keep if masked else torch.ones_like(keep)
     check(a[chosen], sa[chosen], expected_v[chosen], expected_s[chosen])
@@ -93,7 +93,7 @@ def test_minus_infinity_returns_the_other_side(target):
     v = target.to(torch.randn(4, 2, 64).half())
     s = target.to(torch.randn(4, 2))
     none = torch.full_like(s, -math.inf)
-    # What lies in a state of weight zero has no influence, not even NaN.
+    # Values in a state of weight zero have no influence, not even NaN.
     rubbish = torch.full_like(v, math.nan)
     for out, lse in (
         preflash.merge_state(v, s, rubbish, none),
@@ -160,7 +160,7 @@ def test_log_sums_of_other_float_types(target, dtype):
     v, s = states(target, 7, 2, 3, 64, torch.float16)
     s = s.to(dtype)
     expected = oracle.merge(v, s.float())
-    parts = (v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
+    parts = halves(v, s)
     check(*preflash.merge_state(*parts), *expected)
     check(*preflash.merge_states(v, s), *expected)
     out, lse = parts[0].clone(), parts[1].float()
@@ -168,25 +168,29 @@ def test_log_sums_of_other_float_types(target, dtype):
     check(out, lse, *expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda v, s: preflash.merge_state(v, s, v[:2], s), "v_b|v_a"),
-        (lambda v, s: preflash.merge_state(v, s[:2], v, s), "s_a"),
-        (lambda v, s: preflash.merge_state(v, s.int(), v, s), "s_a"),
-        (lambda v, s: preflash.merge_state_in_place(v, s.half(), v, s), r"\bs\b"),
-        (lambda v, s: preflash.merge_state(v, s, v.half(), s), "v_b|v_a"),
-        (lambda v, s: preflash.merge_state(v[0], s, v, s), "v_a"),
-        (lambda v, s: preflash.merge_state(v[..., :0], s, v[..., :0], s), "v_a .*head_dim of 1"),
-        (lambda v, s: preflash.merge_states(v, s), r"\bv\b"),
-        (lambda v, s: preflash.merge_states(v[:, None], s), r"\bs\b"),
-        (lambda v, s: preflash.merge_state_in_place(v, s, v[:2], s), "v_other|v"),
-        (
-            lambda v, s: preflash.merge_state_in_place(v, s, v, s, mask=torch.ones(2).bool()),
-            "mask",
-        ),
-    ],
-)
-def test_refusals(call, match):
-    with pytest.raises((ValueError, TypeError), match=match):
-        call(torch.randn(3, 2, 64), torch.randn(3, 2))
+TWO, NONE, SHORT_MASK = torch.ones(2, 2, 64), torch.ones(3, 2, 0), torch.ones(2).bool()
+REFUSED = [
+    ("merge_state", {"v_b": TWO}, ValueError, "v_b|v_a"),
+    ("merge_state", {"s_a": TWO[..., 0]}, ValueError, "s_a"),
+    ("merge_state", {"s_a": torch.ones(3, 2).int()}, TypeError, "s_a"),
+    ("merge_state", {"v_b": torch.ones(3, 2, 64).half()}, TypeError, "v_b|v_a"),
+    ("merge_state", {"v_a": TWO[0]}, ValueError, "v_a"),
+    ("merge_state", {"v_a": NONE, "v_b": NONE}, ValueError, "v_a .*head_dim of 1"),
+    ("merge_state_in_place", {"s": torch.ones(3, 2).half()}, TypeError, r"\bs\b"),
+    ("merge_state_in_place", {"v_other": TWO}, ValueError, "v_other|v"),
+    ("merge_state_in_place", {"mask": SHORT_MASK}, ValueError, "mask"),
+    ("merge_states", {"v": torch.ones(3, 2, 64)}, ValueError, r"\bv\b"),
+    ("merge_states", {"s": torch.ones(3, 2)}, ValueError, r"\bs\b"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "error", "says"), REFUSED, ids=str)
+def test_refusals(name, wrong, error, says):
+    v, s = torch.randn(3, 2, 64), torch.randn(3, 2)
+    right = {
+        "merge_state": {"v_a": v, "s_a": s, "v_b": v, "s_b": s},
+        "merge_state_in_place": {"v": v, "s": s, "v_other": v.clone(), "s_other": s.clone()},
+        "merge_states": {"v": v[:, None], "s": s[:, None]},
+    }
+    with pytest.raises(error, match=says):
+        getattr(preflash, name)(**{**right[name], **wrong})

@@ -1,4 +1,4 @@
-"""A wheel beside a torch or a driver of another CUDA version says so when it is imported."""
+"""A wheel names a torch or a driver of another CUDA version when it is imported."""
 
 import warnings
 

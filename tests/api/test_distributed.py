@@ -56,28 +56,33 @@ def ranks_of(rank, world, port, device_type, dtype, cases, tolerance):
             torch.testing.assert_close(join_chunks(out, **spread), expected, **tolerance)
             lse = join_chunks(lse, **spread)
             torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
-        with pytest.raises(ValueError, match=r"must be a multiple of .*or give seq_lens"):
-            own_chunks(torch.zeros(2 * world + 1))
-        eight = torch.arange(16, dtype=torch.uint8, device=device)[:, None].view(
-            torch.float8_e4m3fn
-        )
-        back = join_chunks(own_chunks(eight, seq_lens=[11, 5]), seq_lens=[11, 5])
-        assert torch.equal(back.view(torch.uint8), eight.view(torch.uint8))
+        bits = torch.arange(16, dtype=torch.uint8, device=device)[:, None]
+        eight, lens = bits.view(torch.float8_e4m3fn), [11, 5]
+        back = join_chunks(own_chunks(eight, seq_lens=lens), seq_lens=lens)
+        assert torch.equal(back.view(torch.uint8), bits)
+        x = torch.zeros(5, 2, 64)
+        refused = [
+            (ValueError, r"must be a multiple of .*or give seq_lens",
+             lambda: own_chunks(torch.zeros(2 * world + 1))),
+            (TypeError, r"v is torch\.float64",
+             lambda: context_parallel_prefill(own[0], own[1], own[2].double(), **spread)),
+            (ValueError, "sm_scale=nan",
+             lambda: context_parallel_prefill(*own, sm_scale=math.nan, **spread)),
+            (ValueError, "q has 5 tokens; must be even", lambda: context_parallel_prefill(x, x, x)),
+            (ValueError, f"q has 5 tokens; rank {rank} of {world} has 2",
+             lambda: context_parallel_prefill(x, x, x, seq_lens=[2 * world])),
+        ]  # fmt: skip
         if world > 1:
-            with pytest.raises(ValueError, match=r"x has .* tokens; this rank has"):
-                join_chunks(own_chunks(eight, seq_lens=[16]), seq_lens=[16 - 2 * world])
-        with pytest.raises(TypeError, match=r"v is torch\.float64"):
-            context_parallel_prefill(own[0], own[1], own[2].double(), **spread)
-        # Every rank's call is refused, and leaves nothing behind that the next one waits for.
-        with pytest.raises(ValueError, match="sm_scale=nan"):
-            context_parallel_prefill(*own, sm_scale=math.nan, **spread)
+            short = {"seq_lens": [16 - 2 * world]}
+            own_eight = own_chunks(eight, seq_lens=[16])
+            says = r"x has .* tokens; this rank has"
+            refused.append((ValueError, says, lambda: join_chunks(own_eight, **short)))
+        for error, says, call in refused:
+            with pytest.raises(error, match=says):
+                call()
+        # Every rank's call was refused, and the next call waits for nothing of it.
         out, _ = context_parallel_prefill(*own, **spread, **options)
         torch.testing.assert_close(join_chunks(out, **spread), expected, **tolerance)
-        x = torch.zeros(5, 2, 64)
-        with pytest.raises(ValueError, match="q has 5 tokens; must be even"):
-            context_parallel_prefill(x, x, x)
-        with pytest.raises(ValueError, match=f"q has 5 tokens; rank {rank} of {world} has 2"):
-            context_parallel_prefill(x, x, x, seq_lens=[2 * world])
     finally:
         dist.destroy_process_group()
 

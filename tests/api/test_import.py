@@ -1,6 +1,8 @@
 """Importing needs no GPU, no compiler, no network, and writes nothing."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,7 +11,7 @@ from pathlib import Path
 import preflash
 import pytest
 
-# What a module built by `make sanitize` needs to load.
+# Variables that a module built by `make sanitize` needs to load.
 _SANITIZER = ("LD_PRELOAD", "ASAN_OPTIONS")
 
 
@@ -32,46 +34,27 @@ def python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_import_and_compute_without_gpu_or_compiler():
-    out = python(
+# A program, and a pattern of what it prints.
+PROGRAMS = {
+    "computes": (
         """
         import torch, preflash
         q = torch.ones(3, 2, 64); kv = torch.ones(5, 1, 64)
         print(preflash.single_prefill_with_kv_cache(q, kv, kv, causal=True).sum().item())
-        """
-    )
-    assert float(out) == pytest.approx(3 * 2 * 64)
-
-
-def test_import_as_flashinfer():
-    out = python(
+        """,
+        "384.0",
+    ),
+    "as flashinfer": (
         """
         import preflash as flashinfer
         print(flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.__name__)
         print(flashinfer.BatchPrefillWithRaggedKVCacheWrapper.__name__)
         print(flashinfer.quantization.packbits is flashinfer.packbits)
         print(flashinfer.cascade.merge_state is flashinfer.merge_state)
-        """
-    )
-    assert out.split() == [
-        "BatchPrefillWithPagedKVCacheWrapper",
-        "BatchPrefillWithRaggedKVCacheWrapper",
-        "True",
-        "True",
-    ]
-
-
-@pytest.mark.parametrize("name", ["norm", "sampling", "rope", "BatchMLAPagedAttentionWrapper"])
-def test_names_that_are_not_served_say_where_they_are(name):
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*patch_flashinfer\(\)"):
-        getattr(preflash, name)
-    assert not hasattr(preflash, name)
-    with pytest.raises(AttributeError, match=r"no attribute '_private'$"):
-        getattr(preflash, "_private")  # noqa: B009
-
-
-def test_plan_for_a_gpu_without_one_says_so():
-    out = python(
+        """,
+        "BatchPrefillWithPagedKVCacheWrapper\nBatchPrefillWithRaggedKVCacheWrapper\nTrue\nTrue",
+    ),
+    "refuses a GPU without one": (
         """
         import torch, preflash
         try:
@@ -81,10 +64,33 @@ def test_plan_for_a_gpu_without_one_says_so():
             w.plan(i, i, 2, 1, 64)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             print("refused:", error)
+        """,
+        "refused:.*fa2.*",
+    ),
+    "no CUDA context": ("import preflash, torch; print(torch.cuda.is_initialized())", "False"),
+    "testing needs torch alone": (
         """
-    )
-    assert out.startswith("refused:")
-    assert "fa2" in out
+        import sys
+        import preflash.testing
+        print([name for name in ("pytest", "scipy") if name in sys.modules])
+        """,
+        r"\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "prints"), PROGRAMS.values(), ids=PROGRAMS)
+def test_without_gpu_or_compiler(program, prints):
+    assert re.fullmatch(prints, python(program).strip(), re.S)
+
+
+@pytest.mark.parametrize("name", ["norm", "sampling", "rope", "BatchMLAPagedAttentionWrapper"])
+def test_names_that_are_not_served_say_where_they_are(name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*patch_flashinfer\(\)"):
+        getattr(preflash, name)
+    assert not hasattr(preflash, name)
+    with pytest.raises(AttributeError, match=r"no attribute '_private'$"):
+        getattr(preflash, "_private")  # noqa: B009
 
 
 def test_import_starts_no_process_and_writes_no_file(tmp_path):
@@ -110,22 +116,6 @@ def test_import_starts_no_process_and_writes_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_import_creates_no_cuda_context():
-    out = python("import preflash, torch; print(torch.cuda.is_initialized())")
-    assert out.strip() == "False"
-
-
-def test_testing_needs_torch_alone():
-    out = python(
-        """
-        import sys
-        import preflash.testing
-        print([name for name in ("pytest", "scipy") if name in sys.modules])
-        """
-    )
-    assert out.strip() == "[]"
-
-
 def test_native_modules_need_neither_torch_nor_a_driver():
     readelf = next(
         (p for p in (Path("/usr/bin/readelf"), Path("/usr/local/bin/readelf")) if p.exists()), None
@@ -141,6 +131,18 @@ def test_native_modules_need_neither_torch_nor_a_driver():
         needed = [line for line in text.splitlines() if "NEEDED" in line]
         for name in ("libcuda.", "libcudart", "libtorch", "libc10", "libpython"):
             assert not any(name in line for line in needed), (library, needed)
+
+
+def test_an_extra_that_is_missing(monkeypatch):
+    """The error holds the line that installs it, of an extra of this distribution."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "preflash.integrations.transformers", raising=False)
+    with pytest.raises(ImportError, match=r"transformers.*pip install 'preflash\[transformers\]'$"):
+        importlib.import_module("preflash.integrations.transformers")
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (table,) = re.findall(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)
+    for extra in ("transformers", "trace", "rich"):  # tests/cli has the lines of the others
+        assert re.search(rf'^{extra} = \["', table, re.M)
 
 
 def test_package_is_typed():

@@ -6,33 +6,51 @@ import numpy
 import preflash
 import pytest
 import torch
+from planned_cases import check_run, unplanned
+from preflash.testing import Case, MaskKind, runner
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
 
 LENGTHS = [0, 1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 1000, 4097]
 
 
-@pytest.mark.parametrize("bitorder", ["big", "little"])
+BIT_ORDERS = pytest.mark.parametrize("bitorder", ["big", "little"])
+
+
+def drawn(n, seed=7):
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.5
+
+
+def check(packed, expected, target):
+    assert packed.dtype == torch.uint8
+    assert packed.device.type == target.device
+    assert numpy.array_equal(packed.cpu().numpy(), expected)
+
+
+@BIT_ORDERS
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_packbits(target, n, bitorder, dtype):
-    bits = torch.rand(n, generator=torch.Generator().manual_seed(n)) < 0.5
-    x = bits.to(dtype) * (1 if dtype is torch.bool else 5)
-    packed = preflash.packbits(target.to(x.to(dtype)), bitorder)
-    assert packed.dtype == torch.uint8
-    assert packed.device.type == target.device
-    assert packed.shape == ((n + 7) // 8,)
-    assert numpy.array_equal(packed.cpu().numpy(), numpy.packbits(bits.numpy(), bitorder=bitorder))
+    bits = drawn(n, n)
+    x = (bits.to(dtype) * (1 if dtype is torch.bool else 5)).to(dtype)
+    packed = preflash.packbits(target.to(x), bitorder)
+    check(packed, numpy.packbits(bits.numpy(), bitorder=bitorder), target)
 
 
-def test_packbits_is_big_by_default(target):
+def test_big_is_the_default(target):
     x = target.to(torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 1]).bool())
     assert preflash.packbits(x).tolist() == [128, 128]
     assert preflash.packbits(x, bitorder="little").tolist() == [1, 1]
+    packed, _ = preflash.segment_packbits(x[5:], target.to(ints(0, 3, 4)))
+    assert packed.tolist() == [0, 128]
 
 
 def test_packbits_of_a_strided_view(target):
-    bits = torch.rand(334) < 0.5
-    x = target.to(bits)[::2]
-    assert numpy.array_equal(preflash.packbits(x).cpu().numpy(), numpy.packbits(bits[::2].numpy()))
+    bits = drawn(334)
+    check(preflash.packbits(target.to(bits)[::2]), numpy.packbits(bits[::2].numpy()), target)
 
 
 SEGMENTS = {
@@ -45,44 +63,29 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("bitorder", ["big", "little"])
+@BIT_ORDERS
 @pytest.mark.parametrize("lengths", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
 def test_segment_packbits(target, lengths, bitorder, dtype):
-    bits = torch.rand(sum(lengths), generator=torch.Generator().manual_seed(7)) < 0.5
-    indptr = numpy.cumsum([0, *lengths]).astype(numpy.int32)
-    packed, new_indptr = preflash.segment_packbits(
-        target.to(bits.to(dtype)), target.to(torch.from_numpy(indptr)), bitorder
-    )
-    pieces = [
-        numpy.packbits(bits[a:b].numpy(), bitorder=bitorder) for a, b in itertools.pairwise(indptr)
-    ]
-    expected = numpy.concatenate([numpy.zeros(0, numpy.uint8), *pieces])
-    assert packed.dtype == torch.uint8
-    assert new_indptr.dtype == torch.int32
-    assert packed.device.type == new_indptr.device.type == target.device
-    assert new_indptr.tolist() == numpy.cumsum([0, *[(n + 7) // 8 for n in lengths]]).tolist()
-    assert numpy.array_equal(packed.cpu().numpy(), expected)
-
-
-def test_segment_packbits_is_big_by_default(target):
-    x = target.to(torch.tensor([1, 0, 0, 1]).bool())
-    packed, _ = preflash.segment_packbits(x, target.to(torch.tensor([0, 3, 4]).int()))
-    assert packed.tolist() == [128, 128]
+    bits = drawn(sum(lengths))
+    indptr = ints(0, *itertools.accumulate(lengths))
+    packed, ends = preflash.segment_packbits(target.to(bits.to(dtype)), target.to(indptr), bitorder)
+    pieces = [numpy.packbits(piece.numpy(), bitorder=bitorder) for piece in bits.split(lengths)]
+    check(packed, numpy.concatenate([numpy.zeros(0, numpy.uint8), *pieces]), target)
+    assert ends.dtype == torch.int32
+    assert ends.device.type == target.device
+    assert ends.tolist() == [0, *itertools.accumulate((n + 7) // 8 for n in lengths)]
 
 
 def test_segment_packbits_feeds_plan(target):
     """The documented route from dense masks to packed_custom_mask."""
-    from preflash.testing import Case, MaskKind, build, runner
-
     case = Case("route", (13, 0, 7), (31, 5, 9), 4, 2, 64, mask=MaskKind.CUSTOM)
-    inputs = build(case, device=target.device)
+    inputs, wrapper = unplanned(case, target)
     lengths = [a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True)]
-    indptr = target.to(torch.tensor(numpy.cumsum([0, *lengths])).int())
+    indptr = target.to(ints(0, *itertools.accumulate(lengths)))
     packed, _ = preflash.segment_packbits(inputs.custom_mask, indptr, bitorder="little")
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs, custom_mask=None, packed_custom_mask=packed)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
@@ -99,25 +102,22 @@ def test_any_dtype(target, dtype):
     assert expected.tolist()[0] == (0b01011110 if dtype.is_floating_point else 0b01010110)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: preflash.packbits(torch.ones(8).bool(), "middle"), "bitorder"),
-        (lambda: preflash.packbits(torch.ones(8).bool(), None), "bitorder"),
-        (lambda: preflash.packbits(torch.ones(2, 4).bool()), r"\bx\b"),
-        (lambda: preflash.packbits([1, 0, 1]), r"\bx\b"),
-        (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints(0, 8), "big "), "bitorder"),
-        (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints(0, 9)), "indptr"),
-        (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints(0, 5, 4, 8)), "indptr"),
-        (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints()), "indptr"),
-        (lambda: preflash.segment_packbits(torch.ones(8).bool(), ints(0, 8).float()), "indptr"),
-        (lambda: preflash.segment_packbits(torch.ones(2, 4).bool(), ints(0, 8)), r"\bx\b"),
-    ],
-)
-def test_refusals(call, match):
-    with pytest.raises((ValueError, TypeError), match=match):
-        call()
+BITS, ROWS = torch.ones(8).bool(), torch.ones(2, 4).bool()
+REFUSED = [
+    ("packbits", (BITS, "middle"), ValueError, "bitorder"),
+    ("packbits", (BITS, None), TypeError, "bitorder"),
+    ("packbits", (ROWS,), ValueError, r"\bx\b"),
+    ("packbits", ([1, 0, 1],), TypeError, r"\bx\b"),
+    ("segment_packbits", (BITS, ints(0, 8), "big "), ValueError, "bitorder"),
+    ("segment_packbits", (BITS, ints(0, 9)), ValueError, "indptr"),
+    ("segment_packbits", (BITS, ints(0, 5, 4, 8)), ValueError, "indptr"),
+    ("segment_packbits", (BITS, ints()), ValueError, "indptr"),
+    ("segment_packbits", (BITS, ints(0, 8).float()), TypeError, "indptr"),
+    ("segment_packbits", (ROWS, ints(0, 8)), ValueError, r"\bx\b"),
+]
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+@pytest.mark.parametrize(("name", "arguments", "error", "says"), REFUSED)
+def test_refusals(name, arguments, error, says):
+    with pytest.raises(error, match=says):
+        getattr(preflash, name)(*arguments)

@@ -1,4 +1,4 @@
-"""The packages behind the public modules: imports point one way, and there is no circle."""
+"""The packages of preflash: imports point one way, and there is no circle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import preflash
 
 ROOT = Path(preflash.__file__).parent
 
-# Each may import what stands before it; the public modules stand on the last of these.
+# Each may import the ones before it; the public modules may import all of them.
 ROOMS = ("_core", "_check", "_device", "_run", "_plan")
 ROOMS += ("_compat", "_wrappers", "_fmha", "_pod")
 PUBLIC, ON_TOP = len(ROOMS), ("_torch", "__init__", "testing", "cli", "__main__")

@@ -1,5 +1,5 @@
-"""preflash's backend of SGLang on stand-ins for SGLang. tests/engines runs it on SGLang's own
-files."""
+"""SGLang's attention backend preflash on stand-ins for SGLang. tests/engines runs the backend on
+SGLang's own files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sglang_stand_ins import (
     WriteLoc,
     close,
     reference,
-)  # fmt: skip
+)
 
 CHOICES = "sglang.srt.arg_groups.choices"
 REGISTRY = "sglang.srt.layers.attention.attention_registry"
@@ -48,34 +48,28 @@ OURS = tuple(
 @pytest.fixture
 def registry(monkeypatch):
     """SGLang's lists of backends, and its hooks."""
-    factories, choices, deterministic, registered = {}, ["fa3"], ["triton"], []
     hook_type = enum.Enum("HookType", "BEFORE AFTER")
-    add_modules(
-        monkeypatch,
-        {
-            CHOICES: {
-                "add_attention_backend_choices": choices.extend,
-                "add_deterministic_attention_backend_choices": deterministic.extend,
-            },
-            REGISTRY: {
-                "register_attention_backend": lambda name: (
-                    lambda make: factories.setdefault(name, make)
-                )
-            },
-            HOOKS: {
-                "HookType": hook_type,
-                "HookRegistry": SimpleNamespace(register=lambda *given: registered.append(given)),
-            },
+    found = SimpleNamespace(
+        factories={}, choices=["fa3"], deterministic=["triton"], hooks=[], before=hook_type.BEFORE
+    )
+
+    def register_backend(name):
+        return lambda make: found.factories.setdefault(name, make)
+
+    modules = {
+        CHOICES: {
+            "add_attention_backend_choices": found.choices.extend,
+            "add_deterministic_attention_backend_choices": found.deterministic.extend,
         },
-    )
+        REGISTRY: {"register_attention_backend": register_backend},
+        HOOKS: {
+            "HookType": hook_type,
+            "HookRegistry": SimpleNamespace(register=lambda *given: found.hooks.append(given)),
+        },
+    }
+    add_modules(monkeypatch, modules)
     monkeypatch.setattr(integration.registration, "_registered", False)
-    return SimpleNamespace(
-        factories=factories,
-        choices=choices,
-        deterministic=deterministic,
-        hooks=registered,
-        before=hook_type.BEFORE,
-    )
+    return found
 
 
 def test_the_name_is_registered_once(registry):
@@ -135,119 +129,86 @@ def test_the_package_imports_nothing_of_sglang():
 def sglang(monkeypatch, target):
     """The backend's classes on stand-ins, for the target's device."""
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
-    parallel = SimpleNamespace(attn_dcp_size=1, attn_cp_size=1)
-    spec = SimpleNamespace(speculative_eagle_topk=None, speculative_num_draft_tokens=None)
-    state = SimpleNamespace(window=(0, 0))
-    deterministic = SimpleNamespace(enable_deterministic_inference=False)
-    attention = "sglang.srt.layers.attention"
-    add_modules(
-        monkeypatch,
-        {
-            f"{attention}.base_attn_backend": {"AttentionBackend": type("Base", (), {})},
-            f"{attention}.verify_mask": {
-                "VerifyMask": object,
-                "maybe_create_verify_mask": lambda **given: given,
-            },
-            "sglang.srt.layers.radix_attention": {
-                "AttentionType": AttentionType,
-                "RadixAttention": Layer,
-            },
-            "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
-            "sglang.srt.runtime_context": {
-                "get_exec": lambda: SimpleNamespace(deterministic=deterministic),
-                "get_parallel": lambda: parallel,
-                "get_spec": lambda: spec,
-            },
-            "sglang.srt.speculative.spec_utils": {
-                "resolve_draft_decode_window": lambda _runner: state.window
-            },
-        },
-    )
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in OURS}
-    yield SimpleNamespace(
-        backend=modules["backend"].PreflashAttnBackend,
-        draft=modules["draft"].PreflashMultiStepDraftBackend,
-        parallel=parallel,
-        spec=spec,
-        state=state,
-        deterministic=deterministic,
+    found = SimpleNamespace(
+        parallel=SimpleNamespace(attn_dcp_size=1, attn_cp_size=1),
+        spec=SimpleNamespace(speculative_eagle_topk=None, speculative_num_draft_tokens=None),
+        state=SimpleNamespace(window=(0, 0)),
+        deterministic=SimpleNamespace(enable_deterministic_inference=False),
         device=torch.device(target.device),
     )
+    of_verify = {"VerifyMask": object, "maybe_create_verify_mask": lambda **given: given}
+    modules = {
+        "layers.attention.base_attn_backend": {"AttentionBackend": type("Base", (), {})},
+        "layers.attention.verify_mask": of_verify,
+        "layers.radix_attention": {"AttentionType": AttentionType, "RadixAttention": Layer},
+        "mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
+        "runtime_context": {
+            "get_exec": lambda: SimpleNamespace(deterministic=found.deterministic),
+            "get_parallel": lambda: found.parallel,
+            "get_spec": lambda: found.spec,
+        },
+        "speculative.spec_utils": {"resolve_draft_decode_window": lambda _: found.state.window},
+    }
+    add_modules(monkeypatch, {f"sglang.srt.{name}": module for name, module in modules.items()})
+    for name in OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ours = {name.rpartition(".")[2]: importlib.import_module(name) for name in OURS}
+    found.backend = ours["backend"].PreflashAttnBackend
+    found.draft = ours["draft"].PreflashMultiStepDraftBackend
+    yield found
     for name in OURS:
         sys.modules.pop(name, None)
 
 
 MIXED = (Request(1, 40), Request(7, 7), Request(3, 50), Request(1, 17))
 DECODES = tuple(Request(1, n) for n in (40, 7, 50, 17))
-
-
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
 
 
-@PAGES
-def test_prefills_and_decodes(sglang, page_size):
-    engine = Engine(sglang, page_size=page_size)
-    engine.check(MIXED)
-    engine.check(DECODES, Mode.DECODE, seed=1)
-    engine.check((Request(20, 20), Request(64, 64)), seed=2)
-    engine.check(MIXED[::-1], seed=3)
+def scales(k, v):
+    return {"k_scale": k, "k_scale_float": k, "v_scale": v, "v_scale_float": v}
+
+
+WINDOW, CAP = {"sliding_window_size": 8}, {"logit_cap": 3.0}
+SINKS = torch.tensor([0.5, 1.0, 2.0, -1.0])
+# Layers, options of the engine, and options of a step.
+ENGINES = {
+    "plain": ([{}], {}, {}),
+    "window": ([WINDOW], {}, {}),
+    "window_pool": ([{}, WINDOW], {"window_pool": True}, {}),
+    "cap": ([CAP], {}, {}),
+    "scaling": ([{"scaling": 0.05}], {}, {}),
+    "head_dim_192_128": ([{"head_dim": 192, "v_head_dim": 128}], {}, {}),
+    "head_dim_256": ([{"head_dim": 256, "v_head_dim": 256}], {}, {}),
+    "head_dim_512": ([{"head_dim": 512, "v_head_dim": 512}], {}, {}),
+    "sinks": ([{}], {}, {"sinks": SINKS}),
+    "sinks_of_bfloat16": ([{}], {}, {"sinks": SINKS.bfloat16()}),
+    **{
+        f"cache_of_{dtype}": (
+            [scales(2.0, 0.5), {**scales(2.0, 0.5), **CAP}],
+            {"kv_dtype": dtype},
+            {},
+        )
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    },
+    # A checkpoint has scales whatever --kv-cache-dtype is; SGLang writes a 16-bit cache without.
+    "scales_without_fp8": ([scales(0.05, 0.05)], {}, {}),
+}
 
 
 @PAGES
-@pytest.mark.parametrize(
-    "layer",
-    [
-        {"sliding_window_size": 8},
-        {"logit_cap": 3.0},
-        {"scaling": 0.05},
-        {"head_dim": 192, "v_head_dim": 128},
-        {"head_dim": 256, "v_head_dim": 256},
-        {"head_dim": 512, "v_head_dim": 512},
-    ],
-    ids=lambda layer: "_".join(f"{key}{value}" for key, value in layer.items()),
-)
-def test_an_option_of_a_layer(sglang, page_size, layer):
-    engine = Engine(sglang, layer, page_size=page_size)
-    engine.check(MIXED)
-    engine.check(DECODES, Mode.DECODE, seed=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks(sglang, dtype):
-    engine = Engine(sglang)
-    sinks = torch.tensor([0.5, 1.0, 2.0, -1.0]).to(dtype)
-    engine.check(MIXED, sinks=sinks)
-    engine.check(DECODES, Mode.DECODE, sinks=sinks)
-
-
-@PAGES
-def test_windows_have_a_pool_of_their_own(sglang, page_size):
-    engine = Engine(sglang, {}, {"sliding_window_size": 8}, page_size=page_size, window_pool=True)
-    engine.check(MIXED)
-    engine.check(DECODES, Mode.DECODE, seed=1)
-    engine.check(MIXED, seed=2)
-
-
-@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_an_fp8_cache_with_scales(sglang, kv_dtype):
-    scales = {"k_scale": 2.0, "k_scale_float": 2.0, "v_scale": 0.5, "v_scale_float": 0.5}
-    engine = Engine(sglang, scales, {**scales, "logit_cap": 3.0}, kv_dtype=kv_dtype, page_size=16)
-    engine.check(MIXED)
-    engine.check(DECODES, Mode.DECODE, seed=1)
-
-
-def test_scales_beside_a_16_bit_cache(sglang):
-    """A checkpoint has scales whatever --kv-cache-dtype is; SGLang writes such a cache without."""
-    scales = {"k_scale": 0.05, "k_scale_float": 0.05, "v_scale": 0.05, "v_scale_float": 0.05}
-    engine = Engine(sglang, scales, page_size=16)
-    engine.check(MIXED)
-    engine.check(DECODES, Mode.DECODE, seed=1)
+@pytest.mark.parametrize("name", ENGINES)
+def test_prefills_and_decodes(sglang, page_size, name):
+    layers, options, step = ENGINES[name]
+    engine = Engine(sglang, *layers, page_size=page_size, **options)
+    engine.check(MIXED, **step)
+    engine.check(DECODES, Mode.DECODE, seed=1, **step)
+    engine.check((Request(20, 20), Request(64, 64)), seed=2, **step)
+    engine.check(MIXED[::-1], seed=3, **step)
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("page_size", [1, 16])
+@PAGES
 def test_cross_attention(sglang, page_size, known):
     """Text begins inside of a page; the encoders' lengths may be on the device alone."""
     engine = Engine(
@@ -265,7 +226,7 @@ def test_an_encoder(sglang):
 
 
 def test_lengths_on_the_device_alone(sglang):
-    engine = Engine(sglang, {}, {"sliding_window_size": 8}, page_size=16)
+    engine = Engine(sglang, {}, WINDOW, page_size=16)
     engine.check(DECODES, Mode.DECODE, seq_lens_cpu=None)
 
 
@@ -276,14 +237,19 @@ def test_bounds_that_are_larger_than_the_lengths(sglang):
     engine.check(MIXED, seq_lens_cpu=bounds + MAX_TOKENS, seed=1)
 
 
-def test_keys_that_are_in_the_cache_already(sglang):
-    engine = Engine(sglang)
-    engine.allocate(DECODES)
-    ((q, pairs),) = engine.inputs(DECODES)
+def cached(engine, requests):
+    """q of one layer and the keys, of which all are in the cache."""
+    engine.allocate(requests)
+    ((q, pairs),) = engine.inputs(requests)
     for row, (k, v) in enumerate(pairs, 1):
         engine.write(engine.layers[0], engine.table[row, : len(k)], k, v)
-    batch = engine.batch(DECODES, Mode.DECODE)
-    engine.backend.init_forward_metadata(batch)
+    return q, pairs
+
+
+def test_keys_that_are_in_the_cache_already(sglang):
+    engine = Engine(sglang)
+    q, pairs = cached(engine, DECODES)
+    batch = engine.begun(DECODES, Mode.DECODE)
     wanted = reference(q, pairs, DECODES, engine.layers[0], engine)
     close(engine.forward(0, q, None, None, batch), wanted)
     junk = torch.full((4, KV_HEADS, D), float("nan"))
@@ -295,74 +261,65 @@ def test_deterministic_inference(sglang):
     sglang.deterministic.enable_deterministic_inference = True
     engine = Engine(sglang, page_size=16)
     chunks, steps = (Request(7, 50), Request(30, 70)), (Request(1, 50), Request(1, 70))
-    engine.allocate(chunks)
-    ((q, pairs),) = engine.inputs(chunks)
-    for row, (k, v) in enumerate(pairs, 1):
-        engine.write(engine.layers[0], engine.table[row, : len(k)], k, v)
-    last, out = [6, 36], []
-    for requests, mode, rows in ((chunks, Mode.EXTEND, q), (steps, Mode.DECODE, q[last])):
-        batch = engine.batch(requests, mode)
-        engine.backend.init_forward_metadata(batch)
-        out.append(engine.forward(0, rows, None, None, batch))
-    assert torch.equal(out[0][last], out[1])
+    q, _ = cached(engine, chunks)
+    last = [6, 36]
+    whole = engine.forward(0, q, None, None, engine.begun(chunks))
+    alone = engine.forward(0, q[last], None, None, engine.begun(steps, Mode.DECODE))
+    assert torch.equal(whole[last], alone)
 
 
 def test_rows_of_padding_are_zero(sglang):
     engine = Engine(sglang)
-    engine.allocate(DECODES)
-    inputs = engine.inputs(DECODES)
-    engine.fill(DECODES, inputs)
-    ((q, pairs),) = inputs
-    batch = engine.batch(DECODES, Mode.DECODE)
-    engine.backend.init_forward_metadata(batch)
+    ((q, pairs),) = engine.step(DECODES)
+    batch = engine.begun(DECODES, Mode.DECODE)
     padded = torch.cat([q, torch.full_like(q, float("nan"))])
     out = engine.forward(0, padded, *engine.new_keys(0, DECODES, pairs), batch)
     close(out[:4], reference(q, pairs, DECODES, engine.layers[0], engine))
     assert (out[4:] == 0.0).all()
 
 
-def test_a_step_is_planned_in_cpp_once_for_each_form(sglang, monkeypatch):
+@pytest.fixture
+def planned_again(monkeypatch):
+    """Results of the C++ that plans again, in the order of its calls."""
     found, again = [], _core.plan_again
-    monkeypatch.setattr(
-        _core, "plan_again", lambda *given: found.append(again(*given)) or found[-1]
-    )
+    monkeypatch.setattr(_core, "plan_again", lambda *x: found.append(again(*x)) or found[-1])
+    return found
+
+
+def test_a_step_is_planned_in_cpp_once_for_each_form(sglang, planned_again):
     engine = Engine(sglang, {}, {}, {"sliding_window_size": 9})
     for requests in (MIXED, DECODES, MIXED[:2]):
         engine.check(requests)
-    assert found == [False] * 2 + [True] * 4
+    assert planned_again == [False] * 2 + [True] * 4
 
 
-def test_trees_leave_the_plans_of_other_steps_in_cpp(sglang, monkeypatch):
+def test_trees_leave_the_plans_of_other_steps_in_cpp(sglang, planned_again):
     engine = Engine(sglang, **speculative(sglang, topk=4))
     engine.check(MIXED)
-    masks = tree_masks(VERIFIED)
-    info = spec_info(5, [mask.to(sglang.device) for mask in masks])
-    engine.check(VERIFIED, Mode.TARGET_VERIFY, masks=masks, spec_info=info)
-    found, again = [], _core.plan_again
-    monkeypatch.setattr(
-        _core, "plan_again", lambda *given: found.append(again(*given)) or found[-1]
-    )
+    check_tree(engine)
+    planned_again.clear()
     engine.check(MIXED, seed=1)
-    assert found == [True]
+    assert planned_again == [True]
+
+
+def with_one_module(sglang, layer):
+    """An engine of two layers, of which the model has the first as a module."""
+    engine = Engine(sglang, {}, layer)
+    engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
+    return engine
 
 
 def test_a_layer_that_is_no_module_of_the_model(sglang):
-    engine = Engine(sglang, {}, {"logit_cap": 3.0})
-    engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
+    engine = with_one_module(sglang, {"logit_cap": 3.0})
     engine.check(MIXED)
     engine.check(DECODES, Mode.DECODE)
-
-
-def test_a_layer_that_is_no_module_of_the_model_may_be_refused(sglang):
-    engine = Engine(sglang, {}, {"logit_cap": 3.0, "xai_temperature_len": 8})
-    engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
+    engine = with_one_module(sglang, {"logit_cap": 3.0, "xai_temperature_len": 8})
     with pytest.raises(NotImplementedError, match="layer 1: preflash does not scale the logits"):
         engine.check(MIXED)
 
 
 def test_an_idle_step_has_no_plan(sglang):
-    engine = Engine(sglang)
-    engine.backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode.IDLE))
+    Engine(sglang).backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode.IDLE))
 
 
 # Speculative decoding.
@@ -399,11 +356,16 @@ def tree_masks(requests, seed=0):
 VERIFIED = (Request(5, 40), Request(5, 21), Request(5, 100))
 
 
+def check_tree(engine, seed=0):
+    """A step that verifies a tree; returns its batch."""
+    masks = tree_masks(VERIFIED, seed)
+    info = spec_info(5, [mask.to(engine.device) for mask in masks])
+    return engine.check(VERIFIED, Mode.TARGET_VERIFY, seed=seed, masks=masks, spec_info=info)
+
+
 @PAGES
 def test_a_chain_is_verified_with_causal_masking(sglang, page_size):
-    engine = Engine(
-        sglang, {}, {"sliding_window_size": 8}, page_size=page_size, **speculative(sglang)
-    )
+    engine = Engine(sglang, {}, WINDOW, page_size=page_size, **speculative(sglang))
     unread = torch.zeros(75, dtype=torch.bool, device=sglang.device)
     info = spec_info(5)
     info.custom_mask = unread
@@ -417,12 +379,10 @@ def test_a_tree_is_verified_with_its_mask(sglang, page_size, algorithm, topk):
     config = speculative(sglang, algorithm, topk)
     engine = Engine(sglang, {}, {"logit_cap": 3.0}, page_size=page_size, **config)
     for seed in (0, 1):
-        masks = tree_masks(VERIFIED, seed)
-        info = spec_info(5, [mask.to(sglang.device) for mask in masks])
-        engine.check(VERIFIED, Mode.TARGET_VERIFY, seed=seed, masks=masks, spec_info=info)
+        batch = check_tree(engine, seed)
         engine.check(MIXED, seed=seed)
     with pytest.raises(NotImplementedError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
-        engine.backend.update_verify_buffers_to_fill_after_draft(info, None)
+        engine.backend.update_verify_buffers_to_fill_after_draft(batch.spec_info, None)
 
 
 def test_a_draft_extend_step(sglang):
@@ -438,7 +398,7 @@ def test_a_draft_extend_step(sglang):
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_draft_steps(sglang, topk, page_size, window_pool):
     engine = Engine(
-        sglang, {}, {"sliding_window_size": 8}, page_size=page_size, is_draft_worker=True,
+        sglang, {}, WINDOW, page_size=page_size, is_draft_worker=True,
         window_pool=window_pool, **speculative(sglang, topk=topk),
     )  # fmt: skip
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
@@ -460,16 +420,10 @@ def test_no_step_waits_for_the_device(sglang):
     if sglang.device.type != "cuda":
         pytest.skip("the CPU has no queue to wait for")
     engine = Engine(sglang, page_size=16, **speculative(sglang, topk=4))
-    masks = tree_masks(VERIFIED)
-    info = spec_info(5, [mask.to(sglang.device) for mask in masks])
-    steps = [(MIXED, Mode.EXTEND, {}), (DECODES, Mode.DECODE, {})]
-    steps += [(VERIFIED, Mode.TARGET_VERIFY, {"masks": masks, "spec_info": info})]
-    begun = []
-    for requests, mode, given in steps:
-        batch = engine.check(requests, mode, **given)
-        begun.append((engine.backend.init_forward_metadata, batch))
+    batches = [engine.check(MIXED), engine.check(DECODES, Mode.DECODE), check_tree(engine)]
+    begun = [(engine.backend.init_forward_metadata, batch) for batch in batches]
     draft = Engine(
-        sglang, {}, {"sliding_window_size": 8}, window_pool=True, is_draft_worker=True,
+        sglang, {}, WINDOW, window_pool=True, is_draft_worker=True,
         **speculative(sglang, topk=4),
     )  # fmt: skip
     backend = sglang.draft(draft.runner, 4, NUM_STEPS)
@@ -489,10 +443,7 @@ def test_no_step_waits_for_the_device(sglang):
 
 
 def graph_kinds():
-    steps = [
-        tuple(Request(1, n) for n in (40, 7, 50, 170)),
-        tuple(Request(1, n) for n in (3, 200)),
-    ]
+    steps = [tuple(Request(1, n) for n in (40, 7, 50, 170)), tuple(Request(1, n) for n in (3, 200))]
     verified = [VERIFIED, (Request(5, 200),), (Request(5, 6), Request(5, 80))]
     verified.append((Request(5, 250),) * 4)  # as many bits of a mask as there may be
     return [
@@ -503,11 +454,23 @@ def graph_kinds():
     ]
 
 
+def capture_batch(engine, mode, size, **values):
+    """A batch of padding, of one token each even where a request has more query rows."""
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=size,
+        req_pool_indices=engine.tensor([0] * size),
+        seq_lens=engine.tensor([1] * size),
+        seq_lens_cpu=torch.tensor([1] * size),
+        **values,
+    )
+
+
 @pytest.mark.parametrize(("mode", "rows", "steps", "topk"), graph_kinds())
 @PAGES
 @pytest.mark.parametrize(
     ("layer", "window_pool"),
-    [({}, False), ({"sliding_window_size": 8}, False), ({"sliding_window_size": 8}, True)],
+    [({}, False), (WINDOW, False), (WINDOW, True)],
     ids=["full", "window", "window-pool"],
 )
 def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool):
@@ -524,21 +487,11 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
     ones = torch.ones(size * rows * (rows + 1), dtype=torch.bool, device=sglang.device)
     info = spec_info(rows)
     info.custom_mask = ones
-    lengths = [1] * size  # of padding, too, also where a request has more query rows
-    captured = SimpleNamespace(
-        forward_mode=mode,
-        batch_size=size,
-        req_pool_indices=engine.tensor([0] * size),
-        seq_lens=engine.tensor(lengths),
-        seq_lens_cpu=torch.tensor(lengths),
-        spec_info=info,
-    )
+    captured = capture_batch(engine, mode, size, spec_info=info)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     graph = Graph(engine, size * rows, backend, captured)
     for seed, requests in enumerate(steps):
-        engine.allocate(requests)
-        inputs = engine.inputs(requests, seed)
-        engine.fill(requests, inputs)
+        ((q, pairs),) = engine.step(requests, seed)
         masks = tree_masks(requests, seed) if topk > 1 else None
         info = spec_info(rows, masks and [mask.to(sglang.device) for mask in masks])
         batch = engine.batch(
@@ -546,7 +499,6 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
         )
         backend.init_forward_metadata_out_graph(batch)
         assert all(w.is_cuda_graph_enabled for w in backend.plans.wrappers.values())
-        ((q, pairs),) = inputs
         out = graph.replay(q, *engine.new_keys(0, requests, pairs), batch.out_cache_loc)
         close(out, reference(q, pairs, requests, engine.layers[0], engine, masks))
 
@@ -560,13 +512,7 @@ def test_replays_of_draft_steps(sglang, topk, page_size):
     )
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     backend.init_cuda_graph_state(size + 1, (size + 1) * topk)
-    captured = SimpleNamespace(
-        forward_mode=Mode.DECODE,
-        batch_size=size,
-        req_pool_indices=engine.tensor([0] * size),
-        seq_lens=engine.tensor([1] * size),
-        seq_lens_cpu=torch.tensor([1] * size),
-    )
+    captured = capture_batch(engine, Mode.DECODE, size)
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     graphs = [Graph(engine, size * topk, each, captured) for each in backend.attn_backends]
     for seed, lengths in enumerate(((40, 7, 50), (16, 100))):
@@ -586,7 +532,7 @@ def captured_decodes(engine):
 
 def test_two_graphs_of_one_size_share_their_plan(sglang):
     """SGLang captures a size with and without LoRA, and plans once before it replays either."""
-    engine = Engine(sglang, {}, {"sliding_window_size": 8})
+    engine = Engine(sglang, {}, WINDOW)
     engine.backend.init_cuda_graph_state(4, 4)
     _, first = captured_decodes(engine)
     _, second = captured_decodes(engine)
@@ -598,9 +544,8 @@ def test_two_graphs_of_one_size_share_their_plan(sglang):
 
 
 def test_scales_that_are_updated_after_a_capture(sglang):
-    scales = {"k_scale": 2.0, "k_scale_float": 2.0, "v_scale": 0.5, "v_scale_float": 0.5}
     for kv_dtype in (torch.float16, torch.float8_e4m3fn):
-        engine = Engine(sglang, scales, kv_dtype=kv_dtype)
+        engine = Engine(sglang, scales(2.0, 0.5), kv_dtype=kv_dtype)
         engine.backend.init_cuda_graph_state(4, 4)
         batch, _ = captured_decodes(engine)
         engine.backend.init_forward_metadata_out_graph(batch)
@@ -613,11 +558,8 @@ def test_scales_that_are_updated_after_a_capture(sglang):
 
 
 def test_a_layer_found_in_the_warm_up_is_captured(sglang):
-    engine = Engine(sglang, {}, {"scaling": 0.05})
-    engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
-    engine.allocate(DECODES)
-    backend, inputs = engine.backend, engine.inputs(DECODES)
-    engine.fill(DECODES, inputs)
+    engine = with_one_module(sglang, {"scaling": 0.05})
+    backend, inputs = engine.backend, engine.step(DECODES)
     backend.init_cuda_graph_state(4, 4)
     batch = engine.batch(DECODES, Mode.DECODE)
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -631,113 +573,106 @@ def test_a_layer_found_in_the_warm_up_is_captured(sglang):
 
 # Refusals.
 
-
-@pytest.mark.parametrize(
-    ("layer", "says"),
-    [
-        ({"head_dim": 576, "v_head_dim": 512}, "multiples of 8 up to 512, not 576"),
-        ({"v_head_dim": 100}, "multiples of 8 up to 512, not 100"),
-        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "sees later tokens"),
-        (
-            {"attn_type": AttentionType.ENCODER_ONLY, "sliding_window_size": 8},
-            "window without causal masking has two sides",
-        ),
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode='NONE'"),
-        ({"logit_capping_method": "sigmoid"}, "logit_capping_method='tanh'"),
-        ({"xai_temperature_len": 1024}, "xai_temperature_len"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_layers_that_are_refused(sglang, layer, says):
-    with pytest.raises(NotImplementedError, match=f"layer 1: .*{says}"):
-        _ = Engine(sglang, {}, layer).backend
-
-
-def test_head_sizes_of_an_fp8_cache(sglang):
-    engine = Engine(sglang, {"head_dim": 72, "v_head_dim": 72}, kv_dtype=torch.float8_e4m3fn)
-    with pytest.raises(NotImplementedError, match="multiples of 16, not 72"):
-        _ = engine.backend
-
-
-def test_a_window_over_a_tree_is_refused(sglang):
-    layers = ({}, {"sliding_window_size": 8})
-    engine = Engine(sglang, *layers, **speculative(sglang, topk=4))
-    with pytest.raises(NotImplementedError, match=r"layer 1: .*--speculative-eagle-topk 1"):
-        _ = engine.backend
-    _ = Engine(sglang, *layers, is_draft_worker=True, **speculative(sglang, topk=4)).backend
+ENCODER = {"attn_type": AttentionType.ENCODER_ONLY}
+# Options of the second of two layers, and the refusal.
+LAYERS = [
+    ({"head_dim": 576, "v_head_dim": 512}, "multiples of 8 up to 512, not 576"),
+    ({"v_head_dim": 100}, "multiples of 8 up to 512, not 100"),
+    ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "sees later tokens"),
+    ({**ENCODER, **WINDOW}, "window without causal masking has two sides"),
+    ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode='NONE'"),
+    ({"logit_capping_method": "sigmoid"}, "logit_capping_method='tanh'"),
+    ({"xai_temperature_len": 1024}, "xai_temperature_len"),
+]
+HND = SimpleNamespace(kv_cache_layout="hnd")
+TRANSLATED = SimpleNamespace(reads_are_translated=True)
+FP8 = torch.float8_e4m3fn
+# Attributes of the model runner, and the refusal.
+CONFIGURATIONS = [
+    ({"use_mla_backend": True}, "no MLA backend"),
+    ({"dtype": torch.float32}, "float16 and bfloat16, not in torch.float32"),
+    ({"kv_cache_dtype": torch.bfloat16}, "in the model's dtype torch.float16"),
+    ({"kv_cache_dtype": FP8, "kv_cache_dtype_str": "mxfp8"}, "not --kv-cache-dtype mxfp8"),
+    ({"kv_index_translator": TRANSLATED}, "--enable-unified-memory"),
+    ({"attention_chunk_size": 8192}, "chunked local attention"),
+    ({"token_to_kv_pool": HND}, "SGLANG_USE_HND_KVCACHE"),
+    ({"token_to_kv_pool": SimpleNamespace(full_kv_pool=HND)}, "layout hnd"),
+    ({"spec_algorithm": Algorithm("DFLASH")}, "NGRAM in SGLang, not DFLASH"),
+    ({"spec_algorithm": Algorithm("FROZEN_KV_MTP")}, "not FROZEN_KV_MTP"),
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"use_mla_backend": True}, "no MLA backend"),
-        ({"dtype": torch.float32}, "float16 and bfloat16, not in torch.float32"),
-        ({"kv_cache_dtype": torch.bfloat16}, "in the model's dtype torch.float16"),
-        (
-            {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "mxfp8"},
-            "not --kv-cache-dtype mxfp8",
-        ),
-        (
-            {"kv_index_translator": SimpleNamespace(reads_are_translated=True)},
-            "--enable-unified-memory",
-        ),
-        ({"attention_chunk_size": 8192}, "chunked local attention"),
-        ({"token_to_kv_pool": SimpleNamespace(kv_cache_layout="hnd")}, "SGLANG_USE_HND_KVCACHE"),
-        (
-            {
-                "token_to_kv_pool": SimpleNamespace(
-                    full_kv_pool=SimpleNamespace(kv_cache_layout="hnd")
-                )
-            },
-            "layout hnd",
-        ),
-        ({"spec_algorithm": Algorithm("DFLASH")}, "NGRAM in SGLang, not DFLASH"),
-        ({"spec_algorithm": Algorithm("FROZEN_KV_MTP")}, "not FROZEN_KV_MTP"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_configurations_that_are_refused(sglang, changed, says):
-    with pytest.raises(NotImplementedError, match=says):
-        _ = Engine(sglang, **changed).backend
-
-
-@pytest.mark.parametrize("name", ["attn_dcp_size", "attn_cp_size"])
-def test_context_parallelism_is_refused(sglang, name):
-    setattr(sglang.parallel, name, 2)
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        _ = Engine(sglang).backend
-
-
-def test_a_draft_window_is_refused(sglang):
-    sglang.state.window = (512, 4)
-    with pytest.raises(NotImplementedError, match="--speculative-draft-window-size"):
-        sglang.draft(Engine(sglang, is_draft_worker=True).runner, 1, NUM_STEPS)
-
-
-def test_steps_that_are_refused(sglang):
-    engine = Engine(sglang, **speculative(sglang, topk=4))
-    backend = engine.backend
-    backend.init_cuda_graph_state(4, 20)
-    with pytest.raises(NotImplementedError, match="prefill runs between graphs"):
-        backend.init_forward_metadata_out_graph(engine.batch(MIXED, Mode.EXTEND))
-    with pytest.raises(NotImplementedError, match="diffusion"):
-        backend.init_forward_metadata(engine.batch(MIXED, Mode.DLLM_EXTEND))
-    batch = engine.batch(MIXED, Mode.EXTEND, cross_attention_custom_mask=torch.ones(3))
-    with pytest.raises(NotImplementedError, match="mask over encoder tokens"):
-        backend.init_forward_metadata(batch)
+def verify(sglang, layout, **changed):
+    """Begins a step that verifies a tree of which SGLang's layout is `layout`."""
     info = spec_info(5, tree_masks(VERIFIED))
-    batch = engine.batch(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, seq_lens_cpu=None)
-    with pytest.raises(ValueError, match="needs seq_lens_cpu"):
-        backend.init_forward_metadata(batch)
-    info.ragged_verify_layout = object()
-    with pytest.raises(NotImplementedError, match="SGLANG_RAGGED_VERIFY_MODE"):
-        backend.init_forward_metadata(engine.batch(VERIFIED, Mode.TARGET_VERIFY, spec_info=info))
-    draft = sglang.draft(Engine(sglang, is_draft_worker=True).runner, 1, NUM_STEPS)
-    with pytest.raises(ValueError, match="need seq_lens_cpu"):
-        draft.init_forward_metadata(SimpleNamespace(seq_lens_cpu=None))
-    encoder = Engine(sglang, {"attn_type": AttentionType.ENCODER_ONLY})
-    encoder.backend.init_cuda_graph_state(4, 4)
-    with pytest.raises(NotImplementedError, match="outside of CUDA graphs"):
-        encoder.backend.init_forward_metadata_out_graph(
-            encoder.batch(DECODES, Mode.DECODE), in_capture=True
-        )
+    info.ragged_verify_layout = layout
+    engine = Engine(sglang, **speculative(sglang, topk=4))
+    engine.begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
+
+
+def replay(sglang, requests, mode, *layers, **options):
+    """Plans a graph of 4 requests."""
+    engine = Engine(sglang, *layers)
+    engine.backend.init_cuda_graph_state(4, 20)
+    engine.backend.init_forward_metadata_out_graph(engine.batch(requests, mode), **options)
+
+
+def draft(sglang):
+    return sglang.draft(Engine(sglang, is_draft_worker=True).runner, 1, NUM_STEPS)
+
+
+def draft_of_a_window(sglang):
+    sglang.state.window = (512, 4)
+    draft(sglang)
+
+
+def parallel(sglang, name):
+    setattr(sglang.parallel, name, 2)
+    return Engine(sglang).backend
+
+
+REFUSED = [
+    *((lambda x, layer=layer: Engine(x, {}, layer).backend, f"layer 1: .*{says}")
+      for layer, says in LAYERS),
+    *((lambda x, changed=changed: Engine(x, **changed).backend, says)
+      for changed, says in CONFIGURATIONS),
+    (lambda x: Engine(x, {"head_dim": 72, "v_head_dim": 72}, kv_dtype=FP8).backend,
+     "multiples of 16, not 72"),
+    (lambda x: Engine(x, {}, WINDOW, **speculative(x, topk=4)).backend,
+     "layer 1: .*--speculative-eagle-topk 1"),
+    *((lambda x, name=name: parallel(x, name), "context parallelism")
+      for name in ("attn_dcp_size", "attn_cp_size")),
+    (draft_of_a_window, "--speculative-draft-window-size"),
+    (lambda x: replay(x, MIXED, Mode.EXTEND), "prefill runs between graphs"),
+    (lambda x: replay(x, DECODES, Mode.DECODE, ENCODER, in_capture=True), "outside of CUDA graphs"),
+    (lambda x: Engine(x).begun(MIXED, Mode.DLLM_EXTEND), "diffusion"),
+    (lambda x: Engine(x).begun(MIXED, cross_attention_custom_mask=torch.ones(3)),
+     "mask over encoder tokens"),
+    (lambda x: verify(x, object()), "SGLANG_RAGGED_VERIFY_MODE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "says"), REFUSED, ids=lambda value: value)
+def test_refusals(sglang, call, says):
+    with pytest.raises(NotImplementedError, match=says):
+        call(sglang)
+
+
+def test_a_draft_worker_takes_a_window_over_a_tree(sglang):
+    options = speculative(sglang, topk=4)
+    assert Engine(sglang, {}, WINDOW, is_draft_worker=True, **options).backend is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x: verify(x, None, seq_lens_cpu=None), "needs seq_lens_cpu"),
+        (
+            lambda x: draft(x).init_forward_metadata(SimpleNamespace(seq_lens_cpu=None)),
+            "need seq_lens_cpu",
+        ),
+    ],
+)
+def test_lengths_that_are_missing(sglang, call, says):
+    with pytest.raises(ValueError, match=says):
+        call(sglang)

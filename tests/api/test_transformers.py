@@ -141,26 +141,16 @@ def compare(name, target, dtype, call, rows=slice(None)):
     return model
 
 
-@causal
-def test_even_batches(name, target, dtype):
-    ids, _ = tokens(target, 29, 29)
-    compare(name, target, dtype, lambda model: model(input_ids=ids).logits)
-
-
-@causal
-@pytest.mark.parametrize("padding", ["left", "right", "both", "inside"])
-def test_padded_batches(name, target, dtype, padding):
-    ids, mask = tokens(target, 29, 17, 1)
-    if padding == "right":
-        ids, mask = ids.flip(1), mask.flip(1)
-    if padding == "both":
-        mask[0, -3:] = 0
-    if padding == "inside":
-        mask[0, 7:11] = 0
-    compare(
-        name, target, dtype,
-        lambda model: model(input_ids=ids, attention_mask=mask).logits, rows=mask.bool(),
-    )  # fmt: skip
+def compare_config(config, auto, target, dtype, *lengths):
+    """Compares a model of its own, of equal weights with either attention, on a padded batch."""
+    eager, model = (auto.from_config(config, attn_implementation=name) for name in NAMES)
+    model.load_state_dict(eager.state_dict())
+    ids, mask = tokens(target, *lengths)
+    exact, got, expected = (
+        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
+    )
+    assert_close(got, expected, dtype, exact)
 
 
 @causal
@@ -196,61 +186,65 @@ def test_greedy_tokens(name, target, dtype, cache):
     assert_greedy(name, target, dtype, ids, mask, got, expected)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
-@pytest.mark.parametrize("masked", [None, "so far", "as long as the cache"])
-def test_static_cache(name, target, dtype, masked):
-    ids, _ = tokens(target, 20, 20)
-    mask = target.to(torch.ones(2, 40, dtype=torch.long))
-    mask[1, :4] = 0
-
-    def decoded(model):
-        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-        parts, end = [], 0
-        for part in ids.split((13, 6, 1), 1):
-            end += part.shape[1]
-            seen = mask.clone()
-            seen[:, end:] = 0
-            seen = {None: None, "so far": seen[:, :end]}.get(masked, seen)
-            out = model(input_ids=part, attention_mask=seen, past_key_values=cache)
-            parts.append(out.logits)
-        return torch.cat(parts, 1)
-
-    compare(name, target, dtype, decoded, slice(None) if masked is None else mask[:, :20].bool())
+PLACES = ("dynamic", "static", "none")
 
 
-@causal
-@pytest.mark.parametrize("seed", range(4))
-def test_random_calls(name, seed, target, dtype):
-    """Prompts that come in parts, with any padding, on either cache or none."""
+def drawn_call(name, seed, target):
+    """Ids and mask of a batch of any padding, ends of the parts that it comes in, the cache, the
+    slots of a static cache, and whether its masks are as long."""
     draw = random.Random(f"{name} {seed}")
     batch, length = draw.randint(1, 3), draw.randint(2, 40)
     ids, mask = tokens(target, *[length] * batch, seed=seed)
-    padding = draw.choice([None, "left", "right", "anywhere"])
+    padding = draw.choice([None, "left", "right", "both", "anywhere"])
     for row in mask:
-        n = draw.randrange(length)
-        if padding == "left":
-            row[:n] = 0
-        if padding == "right":
-            row[length - n :] = 0
+        first = draw.randrange(length)
+        end = draw.randint(first + 1, length)
+        if padding in ("left", "both"):
+            row[:first] = 0
+        if padding in ("right", "both"):
+            row[end:] = 0
         if padding == "anywhere":
             row[1:] = target.to(torch.rand(length - 1) < 0.7)
-    ends = [*sorted(draw.sample(range(1, length), min(length - 1, draw.randint(0, 4)))), length]
-    kind = draw.choice(["dynamic", "static"] + ["none"] * (len(ends) == 1))
+    cache = draw.choice(PLACES)
+    cuts = 0 if cache == "none" else min(length - 1, draw.randint(0, 3))
+    ends = [*sorted(draw.sample(range(1, length), cuts)), length]
+    slots = length + draw.choice([0, 9])
+    return ids, mask, padding, ends, cache, slots, cache == "static" and draw.random() < 0.5
+
+
+@causal
+@pytest.mark.parametrize("seed", range(8))
+def test_random_calls(name, seed, target, dtype):
+    """Prompts that come in parts, with any padding, on either cache or none."""
+    ids, mask, padding, ends, cache, slots, whole = drawn_call(name, seed, target)
 
     def logits(model):
         options = {"use_cache": False}
-        if kind == "dynamic":
+        if cache == "dynamic":
             options = {"past_key_values": transformers.DynamicCache(config=model.config)}
-        if kind == "static":
-            cache = transformers.StaticCache(config=model.config, max_cache_len=length)
-            options = {"past_key_values": cache}
+        if cache == "static":
+            memory = transformers.StaticCache(config=model.config, max_cache_len=slots)
+            options = {"past_key_values": memory}
         parts = []
         for begin, end in itertools.pairwise([0, *ends]):
             seen = None if padding is None else mask[:, :end]
+            if seen is not None and whole:
+                seen = torch.nn.functional.pad(seen, (0, slots - end))
             parts.append(model(input_ids=ids[:, begin:end], attention_mask=seen, **options).logits)
         return torch.cat(parts, 1)
 
     compare(name, target, dtype, logits, mask.bool())
+
+
+def test_random_calls_have_every_form(target):
+    forms = set()
+    for name, seed in itertools.product(CONFIGS, range(8)):
+        _, _, padding, ends, cache, slots, whole = drawn_call(name, seed, target)
+        forms |= {(padding, cache), (cache, len(ends) > 1), (cache, slots > ends[-1], whole)}
+    parts = itertools.product(("dynamic", "static"), (False, True))
+    paddings = itertools.product((None, "left", "right", "both", "anywhere"), PLACES)
+    masks = itertools.product(["static"], (False, True), (False, True))
+    assert {*parts, *paddings, *masks} <= forms
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
@@ -274,24 +268,24 @@ def test_tokens_by(how, name, target, dtype):
 
 @pytest.mark.parametrize("kv_heads", [8, 2, 1])
 def test_groups_of_heads(kv_heads, target, dtype):
-    config = transformers.LlamaConfig(
-        **{**GROUPED, "num_attention_heads": 8, "num_key_value_heads": kv_heads}
-    )
-    eager, model = (
-        AutoModelForCausalLM.from_config(config, attn_implementation=name) for name in NAMES
-    )
-    model.load_state_dict(eager.state_dict())
-    ids, mask = tokens(target, 19, 12)
-    exact, got, expected = (
-        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
-    )
-    assert_close(got, expected, dtype, exact)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    config = transformers.LlamaConfig(**{**GROUPED, **heads})
+    compare_config(config, AutoModelForCausalLM, target, dtype, 19, 12)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_causal_models_as_encoders(name, target, dtype):
+    """is_causal=False in the config, with a window on both sides in half of the layers of Qwen3."""
+    config = {**GROUPED, "is_causal": False}
+    if name == "Qwen3":
+        config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    config = getattr(transformers, f"{name}Config")(**config)
+    compare_config(config, AutoModel, target, dtype, 23, 11)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
 def test_continuous_batching(name, target, dtype):
-    """Prompts in chunks, beside requests that decode, on the paged cache of transformers."""
+    """Prompts in chunks, together with requests that decode, on the paged cache of transformers."""
     if not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip(f"transformers {transformers.__version__} has other continuous batching")
     eager, model = pair(name, target, dtype)
@@ -366,27 +360,6 @@ def test_prefix_language_model(name, target, dtype):
         return model(input_ids=ids, attention_mask=masks if name == "Qwen2Moe" else mask).logits
 
     compare(name, target, dtype, logits)
-
-
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_causal_models_as_encoders(name, target, dtype):
-    """is_causal=False in the config, with a window on both sides in half of the layers of Qwen3."""
-    config = {**GROUPED, "is_causal": False}
-    if name == "Qwen3":
-        config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-    eager, model = (
-        AutoModel.from_config(
-            getattr(transformers, f"{name}Config")(**config), attn_implementation=n
-        )
-        for n in NAMES
-    )
-    model.load_state_dict(eager.state_dict())
-    ids, mask = tokens(target, 23, 11)
-    exact, got, expected = (
-        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask)[0][mask.bool()]
-        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
-    )
-    assert_close(got, expected, dtype, exact)
 
 
 def test_compiled(target, dtype):
@@ -519,39 +492,58 @@ def test_models_on_two_gpus(target, dtype):
         assert torch.equal(got.cpu(), expected.cpu())
 
 
-def test_masks_of_other_code(target, dtype):
-    """Plain [batch, slots] tensors, which no mask function made."""
+@pytest.fixture
+def layer(target, dtype):
+    """attention() of one layer of Mistral on masks that no mask function made, and its model."""
     model = pair("Mistral", target, dtype)[1]
-    layer = model.model.layers[0].self_attn
+    module = model.model.layers[0].self_attn
     q, k, v = (target.to(torch.randn(2, heads, 19, 32).to(dtype)) for heads in (4, 2, 2))
+
+    def attention(mask, kind=None, **changes):
+        options = {"scaling": 0.2, "sliding_window": 9, **changes}
+        return integration.attention(module, q, k.to(kind), v.to(kind), mask, **options)[0]
+
+    return model, attention
+
+
+def test_masks_of_other_code(target, layer):
+    model, attention = layer
     known = tokens(target, 19, 12)[1]
-
-    def attention(mask, *operands):
-        options = {"scaling": 0.2, "sliding_window": 9}
-        return integration.attention(layer, *(operands or (q, k, v)), mask, **options)[0]
-
     ours = transformers.masking_utils.create_sliding_window_causal_mask(
         model.config, target.to(torch.zeros(2, 19, 4)), known, None
     )
     assert torch.equal(attention(known), attention(ours))
-    with pytest.raises(ValueError, match="20 slots for 19 keys"):
-        attention(torch.nn.functional.pad(known, (0, 1), value=1))
-    hole = known.clone()
-    hole[0, 4] = 0
-    with pytest.raises(NotImplementedError, match="padding inside a sequence"):
-        attention(hole)
-    with pytest.raises(ValueError, match="3 dimensions"):
-        attention(known[None])
-    with pytest.raises(NotImplementedError, match="one mask for each head"):
-        attention(torch.ones(2, 4, 19, 19, dtype=torch.bool, device=target.device))
-    with pytest.raises(TypeError, match=r"kv_data_type=torch\.float16: must be q's dtype"):
-        attention(known, q, k.half(), v.half())
-    layer.is_causal = False
-    try:
-        with pytest.raises(NotImplementedError, match="a window without causal"):
-            attention(None)
-    finally:
-        layer.is_causal = True
+
+
+def hole(mask):
+    mask[0, 4] = 0
+    return mask
+
+
+REFUSED_CALLS = {
+    ValueError: [
+        (lambda m: torch.nn.functional.pad(m, (0, 1), value=1), {}, "20 slots for 19 keys"),
+        (lambda m: m[None], {}, "3 dimensions"),
+    ],
+    TypeError: [
+        (lambda m: m, {"kind": torch.float16}, r"kv_data_type=torch\.float16: must be q's dtype"),
+    ],
+    NotImplementedError: [
+        (hole, {}, "padding inside a sequence"),
+        (lambda m: m.new_ones(2, 4, 19, 19, dtype=torch.bool), {}, "one mask for each head"),
+        (lambda m: None, {"is_causal": False}, "a window without causal"),
+        (lambda m: m, {"dropout": 0.5}, "dropout must be 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "spoil", "options", "match"),
+    [(error, *row) for error, rows in REFUSED_CALLS.items() for row in rows],
+)
+def test_refusals_of_a_layer(target, layer, error, spoil, options, match):
+    with pytest.raises(error, match=match):
+        layer[1](spoil(tokens(target, 19, 12)[1]), **options)
 
 
 @pytest.mark.parametrize(
@@ -568,20 +560,17 @@ def test_register_refuses_a_backend_at_once(target, dtype, backend, error, words
     assert integration._backend == target.backend
 
 
-def test_refusals(target, dtype):
+def test_refusals_of_a_model(target, dtype):
     model = pair("Mistral", target, dtype)[1]
     ids, _ = tokens(target, 9)
     bias = torch.full((1, 1, 9, 9), 0.5, device=target.device, dtype=dtype)
-    with pytest.raises(NotImplementedError, match="bias"):
-        model(input_ids=ids, attention_mask=bias)
-    with pytest.raises(NotImplementedError, match="output_attentions: attn_implementation"):
-        model(input_ids=ids, output_attentions=True)
+    for options, match in (
+        ({"attention_mask": bias}, "bias"),
+        ({"output_attentions": True}, "output_attentions: attn_implementation"),
+    ):
+        with pytest.raises(NotImplementedError, match=match):
+            model(input_ids=ids, **options)
     with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradients"):
         model(input_ids=ids)
-    dropping = AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**GROUPED, attention_dropout=0.5), attn_implementation="preflash"
-    ).train()
-    with pytest.raises(NotImplementedError, match="dropout must be 0"):
-        dropping(input_ids=ids.cpu())
     with pytest.raises(ValueError, match="attention of its own"):
         AutoModel.from_config(transformers.FalconConfig(), attn_implementation="preflash")

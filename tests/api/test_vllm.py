@@ -1,5 +1,5 @@
-"""PREFLASH of vLLM without vLLM: small stand-ins for the classes that it derives from.
-tests/engines runs it on vLLM's own files."""
+"""vLLM's attention backend PREFLASH on stand-ins for the classes that it derives from.
+tests/engines runs the backend on vLLM's own files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from engine_modules import add_modules
 from preflash import _core
 from preflash.integrations import vllm as integration
+from preflash.testing.oracle import Pipeline, attend
 
 PAGE, D, HEADS, KV_HEADS = 16, 64, 4, 2
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -75,10 +76,6 @@ def test_without_vllm(monkeypatch, capsys):
 # The backend.
 
 
-class Metadata(SimpleNamespace):
-    """CommonAttentionMetadata."""
-
-
 @pytest.fixture
 def vllm(monkeypatch, target):
     """The backend's classes on stand-ins, for the target's device."""
@@ -112,32 +109,30 @@ def vllm(monkeypatch, target):
             return self.sm90 and family == 90
 
     layers, platform = {}, Platform()
-    add_modules(
-        monkeypatch,
-        {
-            "vllm.config": {
-                "get_layers_from_vllm_config": lambda _config, _kind, names: {
-                    name: layers[name] for name in names
-                }
-            },
-            "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-            "vllm.platforms": {"current_platform": platform},
-            "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
-            "vllm.v1.attention.backend": {
-                "AttentionBackend": AttentionBackend,
-                "AttentionImpl": AttentionImpl,
-                "AttentionType": AttentionType,
-                "AttentionCGSupport": enum.Enum("AttentionCGSupport", "NEVER ALWAYS"),
-                "AttentionMetadata": object,
-                "AttentionMetadataBuilder": AttentionMetadataBuilder,
-                "CommonAttentionMetadata": Metadata,
-                "MultipleOf": int,
-            },
-            "vllm.v1.kv_cache_interface": {
-                "EncoderOnlyAttentionSpec": type("EncoderOnlyAttentionSpec", (), {})
-            },
+
+    def layers_of(_config, _kind, names):
+        return {name: layers[name] for name in names}
+
+    modules = {
+        "config": {"get_layers_from_vllm_config": layers_of},
+        "envs": {"VLLM_BATCH_INVARIANT": False},
+        "platforms": {"current_platform": platform},
+        "model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
+        "v1.attention.backend": {
+            "AttentionBackend": AttentionBackend,
+            "AttentionImpl": AttentionImpl,
+            "AttentionType": AttentionType,
+            "AttentionCGSupport": enum.Enum("AttentionCGSupport", "NEVER ALWAYS"),
+            "AttentionMetadata": object,
+            "AttentionMetadataBuilder": AttentionMetadataBuilder,
+            "CommonAttentionMetadata": SimpleNamespace,
+            "MultipleOf": int,
         },
-    )
+        "v1.kv_cache_interface": {
+            "EncoderOnlyAttentionSpec": type("EncoderOnlyAttentionSpec", (), {})
+        },
+    }
+    add_modules(monkeypatch, {f"vllm.{name}": module for name, module in modules.items()})
     for name in OURS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     backend = importlib.import_module(OURS[-1]).PreflashBackend
@@ -168,12 +163,11 @@ class Group:
         impl = vllm.backend.get_impl_cls()
         common = {"num_kv_heads": KV_HEADS, "kv_cache_dtype": "auto"}
         self.impls = [impl(HEADS, D, 0.2, **{**common, **layer}) for layer in layers or [{}]]
-        self.windows = [layer.get("sliding_window") for layer in layers or [{}]]
+        self.windows = [layer.get("sliding_window", 0) for layer in layers or [{}]]
         for index, each in enumerate(self.impls):
             each.process_weights_after_loading(dtype)
             scales = dict.fromkeys(("_q_scale_float", "_k_scale_float", "_v_scale_float"), 1.0)
             vllm.layers[str(index)] = SimpleNamespace(impl=each, **scales)
-        spec = SimpleNamespace(block_size=PAGE)
         settings = {
             "model_config": SimpleNamespace(dtype=dtype),
             "cache_config": SimpleNamespace(),
@@ -183,44 +177,49 @@ class Group:
         }
         speculative = settings["speculative_config"] is not None
         settings.setdefault("num_speculative_tokens", 3 if speculative else 0)
-        names = [str(index) for index in range(len(self.impls))]
-        builder = vllm.backend.get_builder_cls()
         self.config = SimpleNamespace(**settings)
-        self.builder = builder(spec, names, self.config, self.device)
+        self.builder = self.new_builder()
         self.five_dims, self.block_table = five_dims, block_table
         self.layer = SimpleNamespace(_q_scale_float=1.0, _k_scale_float=1.0, _v_scale_float=1.0)
 
-    def inputs(self, requests, seed=0):
-        """q, and k and v of each request, all on the CPU."""
+    def new_builder(self):
+        names = [str(index) for index in range(len(self.impls))]
+        spec = SimpleNamespace(block_size=PAGE)
+        return self.vllm.backend.get_builder_cls()(spec, names, self.config, self.device)
+
+    def step(self, requests, seed=0):
+        """q, and k and v of each request, on the CPU; the cache with them, and its block table."""
         generator = torch.Generator().manual_seed(seed)
 
         def values(n, heads):
             return torch.randn(n, heads, D, generator=generator).to(self.dtype)
 
         q = values(sum(r.new for r in requests), HEADS)
-        return q, [(values(r.total, KV_HEADS), values(r.total, KV_HEADS)) for r in requests]
+        keys = [(values(r.total, KV_HEADS), values(r.total, KV_HEADS)) for r in requests]
+        cache, table = self.cache(keys, requests)
+        return SimpleNamespace(requests=requests, q=q, keys=keys, cache=cache, table=table)
 
     def cache(self, keys, requests):
         """A cache with the keys in shuffled blocks, and its block table, -7 where unused."""
         blocks = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
-        shape = (200, 2, PAGE, KV_HEADS, D)
         fp8 = self.impls[0].fp8_dtype
         dtype = self.dtype if fp8 is None else fp8
-        cache = torch.full(shape, float("nan"), dtype=self.dtype).to(dtype)
+        cache = torch.full((200, 2, PAGE, KV_HEADS, D), float("nan"), dtype=self.dtype).to(dtype)
         table = torch.full((len(requests), self.block_table), -7, dtype=torch.int32)
-        for row, (k, v) in enumerate(keys):
-            for i in range(0, len(k), PAGE):
-                block = blocks.pop()
-                table[row, i // PAGE] = block
-                cache[block, 0, : len(k[i : i + PAGE])] = k[i : i + PAGE].to(dtype)
-                cache[block, 1, : len(v[i : i + PAGE])] = v[i : i + PAGE].to(dtype)
+        for row, pair in enumerate(keys):
+            for i in range(0, len(pair[0]), PAGE):
+                block = table[row, i // PAGE] = blocks.pop()
+                for side, values in enumerate(pair):
+                    page = values[i : i + PAGE]
+                    cache[block, side, : len(page)] = page.to(dtype)
         if fp8 is not None:
             cache = cache.view(torch.uint8)
         if not self.five_dims:  # [blocks, heads, page, 2 * D]
             cache = torch.cat(cache.unbind(1), -1).transpose(1, 2).contiguous()
         return cache.to(self.device), table.to(self.device)
 
-    def metadata(self, requests, table, *, slack=0, padding=0, **changed):
+    def common(self, requests, table, *, slack=0, padding=0, **changed):
+        """CommonAttentionMetadata."""
         starts = torch.tensor([0, *(r.new for r in requests)], dtype=torch.int32)
         starts = starts.cumsum(0, dtype=torch.int32)
         lengths = torch.tensor([r.total for r in requests], dtype=torch.int32)
@@ -236,7 +235,10 @@ class Group:
             "encoder_seq_lens": None,
             "causal": True,
         }
-        return Metadata(**{**values, **changed})
+        return SimpleNamespace(**{**values, **changed})
+
+    def build(self, requests, table, **changed):
+        return self.builder.build(0, self.common(requests, table, **changed))
 
     def run(self, metadata, q, cache, layer=0, kv=(None, None), out=None):
         impl = self.impls[layer]
@@ -247,60 +249,57 @@ class Group:
         assert impl.forward(self.layer, q, *kv, cache, metadata, out) is out
         return out
 
+    def wanted(self, step, index=0, causal=True):
+        """The oracle's output of a layer."""
+        impl, layer, parts, rows = self.impls[index], self.layer, [], 0
+        pipeline = Pipeline(
+            impl.scale,
+            causal,
+            self.windows[index] - 1,  # tokens, the query's own among them
+            impl.form.logits_soft_cap or 0.0,
+            slopes=torch.tensor(SLOPES) if impl.form.pos_encoding_mode == "ALIBI" else None,
+            sinks=None if impl.sinks is None else impl.sinks.float().cpu(),
+        )
+        for request, (k, v) in zip(step.requests, step.keys, strict=True):
+            q = step.q[rows : rows + request.new]
+            rows += request.new
+            if impl.fp8_dtype is not None:
+                k = k.to(impl.fp8_dtype).float() * layer._k_scale_float
+                v = v.to(impl.fp8_dtype).float() * layer._v_scale_float
+                if impl.supports_quant_query_input:
+                    q = q.to(impl.fp8_dtype).float() * layer._q_scale_float
+            parts.append(attend(q, k, v, pipeline).out)
+        return torch.cat(parts)
+
+    def close(self, out, step, index=0, causal=True):
+        """Compares rows of a step, which padding may follow."""
+        wanted = self.wanted(step, index, causal)
+        tolerance = 0.08 if self.impls[index].fp8_dtype else 0.01
+        error = (out[: len(wanted)].double().cpu() - wanted).abs().max()
+        assert error < tolerance * max(1.0, float(wanted.abs().max())), error
+
     def check(self, requests, *, seed=0, causal=True, **changed):
-        """Every layer on one step, against float32."""
-        q, keys = self.inputs(requests, seed)
-        cache, table = self.cache(keys, requests)
-        changed = {"causal": causal, **changed}
-        metadata = self.builder.build(0, self.metadata(requests, table, **changed))
+        """Every layer on one step, against the oracle."""
+        step = self.step(requests, seed)
+        metadata = self.build(requests, step.table, causal=causal, **changed)
         assert metadata.causal is causal  # drafters ask
-        for index, impl in enumerate(self.impls):
-            wanted = reference(q, keys, requests, impl, self.layer, causal, self.windows[index])
-            close(self.run(metadata, q, cache, index), wanted)
+        for index in range(len(self.impls)):
+            self.close(self.run(metadata, step.q, step.cache, index), step, index, causal)
         return metadata
 
 
-def reference(q, keys, requests, impl, layer, causal=True, window=None):
-    q, rows, out = q.float(), 0, []
-    fp8 = impl.fp8_dtype is not None
-    for request, (k, v) in zip(requests, keys, strict=True):
-        mine = q[rows : rows + request.new]
-        rows += request.new
-        if fp8:
-            k, v = (x.to(impl.fp8_dtype) for x in (k, v))
-            if impl.supports_quant_query_input:
-                mine = mine.to(impl.fp8_dtype).float() * layer._q_scale_float
-        k, v = (x.float().repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        if fp8:
-            k, v = k * layer._k_scale_float, v * layer._v_scale_float
-        logits = torch.einsum("qhd,khd->hqk", mine, k) * impl.scale
-        if cap := impl.form.logits_soft_cap:
-            logits = cap * torch.tanh(logits / cap)
-        distance = (
-            torch.arange(request.total - request.new, request.total)[:, None]
-            - torch.arange(request.total)[None]
-        )
-        if impl.form.pos_encoding_mode == "ALIBI":
-            slopes = torch.tensor(SLOPES)
-            logits = logits - slopes[:, None, None] * distance
-        hidden = (distance < 0) & causal
-        if window is not None:  # tokens, the query's own among them
-            hidden = hidden | (distance >= window)
-        logits = logits.masked_fill(hidden, -torch.inf)
-        if impl.sinks is not None:
-            sinks = impl.sinks.float().cpu()[:, None, None].expand(-1, request.new, 1)
-            logits = torch.cat([logits, sinks], -1)
-            v = torch.cat([v, torch.zeros_like(v[:1])])
-        out.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), v))
-    return torch.cat(out)
+def in_graph(metadata):
+    found = {wrapper.is_cuda_graph_enabled for wrapper in metadata.wrappers.values()}
+    assert len(found) == 1
+    return found.pop()
 
 
 SLOPES = [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]
+SINKS = torch.tensor([0.5, 1.0, 2.0, -1.0])
 
 
-def close(got, wanted, tolerance=0.01):
-    error = (got.float().cpu() - wanted).abs().max()
-    assert error < tolerance * max(1.0, float(wanted.abs().max())), error
+def ints(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("five_dims", [True, False])
@@ -312,47 +311,43 @@ def test_bounds_that_are_larger_than_the_lengths(vllm, five_dims, requests):
     group.check(requests, slack=1000)  # more than the block table has room for
 
 
+@pytest.mark.parametrize("speculative_config", [None, object()], ids=["exact", "bounds"])
 @pytest.mark.parametrize(
     "layer",
     [
         {"sliding_window": 9},
         {"logits_soft_cap": 3.0},
         {"alibi_slopes": SLOPES},
-        {"sinks": torch.tensor([0.5, 1.0, 2.0, -1.0]).bfloat16()},
+        {"sinks": SINKS.bfloat16()},
     ],
     ids=lambda layer: next(iter(layer)),
 )
-def test_an_option_of_a_layer(vllm, layer):
+def test_an_option_of_a_layer(vllm, layer, speculative_config):
     if "sinks" in layer:
         layer = {"sinks": layer["sinks"].to(vllm.device)}
-    for speculative_config in (None, object()):
-        group = Group(vllm, layer, speculative_config=speculative_config)
-        group.check(MIXED)
-        group.check(DECODES, seed=1)
+    group = Group(vllm, layer, speculative_config=speculative_config)
+    group.check(MIXED)
+    group.check(DECODES, seed=1)
 
 
 @pytest.mark.parametrize("speculative_config", [None, object()], ids=["exact", "bounds"])
 def test_a_window_that_is_worth_a_split(vllm, speculative_config):
-    group = Group(
-        vllm, {"sliding_window": 1100}, block_table=88, speculative_config=speculative_config
-    )
+    options = {"block_table": 88, "speculative_config": speculative_config}
+    group = Group(vllm, {"sliding_window": 1100}, **options)
     for i in range(3):
         group.check((Request(1, 1400 + i), Request(5, 1200), Request(1, 64)))
         group.check((Request(1, 1400 + i), Request(1, 1101), Request(1, 600)))
 
 
 def test_layers_of_several_forms_in_one_group(vllm):
-    sinks = torch.tensor([0.5, 1.0, 2.0, -1.0]).to(vllm.device)
-    layers = ({}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {}, {"sinks": sinks})
-    group = Group(vllm, *layers)
+    sinks = {"sinks": SINKS.to(vllm.device)}
+    group = Group(vllm, {}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {}, sinks)
     assert len(group.check(MIXED).wrappers) == 3
 
 
 def test_a_step_is_planned_in_cpp_once_for_each_form(vllm, monkeypatch):
     found, again = [], _core.plan_again
-    monkeypatch.setattr(
-        _core, "plan_again", lambda *given: found.append(again(*given)) or found[-1]
-    )
+    monkeypatch.setattr(_core, "plan_again", lambda *x: found.append(again(*x)) or found[-1])
     group = Group(vllm, {}, {}, {"sliding_window": 9}, speculative_config=None)
     for requests in (MIXED, DECODES, MIXED[:2]):
         group.check(requests)
@@ -370,54 +365,43 @@ def test_an_fp8_cache_with_scales(vllm, sm90, cache, five_dims):
     quantised = [impl.supports_quant_query_input for impl in group.impls]
     assert quantised == [sm90 and cache == "fp8", False]
     group.layer = SimpleNamespace(_q_scale_float=0.5, _k_scale_float=2.0, _v_scale_float=0.25)
-    q, keys = group.inputs(MIXED)
-    pages, table = group.cache(keys, MIXED)
-    metadata = group.builder.build(0, group.metadata(MIXED, table))
-    for index, impl in enumerate(group.impls):
-        wanted = reference(q, keys, MIXED, impl, group.layer)
-        close(group.run(metadata, q, pages, index), wanted, 0.08)
+    group.check(MIXED)
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_an_encoder(vllm, attn_type):
     group = Group(vllm, {"attn_type": attn_type})
-    requests = (Request(9, 9), Request(33, 33))
-    q, keys = group.inputs(requests)
-    metadata = group.builder.build(0, group.metadata(requests, None, causal=False))
-    kv = [torch.cat([pair[i] for pair in keys]).to(vllm.device) for i in (0, 1)]
-    wanted = reference(q, keys, requests, group.impls[0], group.layer, causal=False)
-    close(group.run(metadata, q, torch.empty(0), kv=kv), wanted)
+    step = group.step((Request(9, 9), Request(33, 33)))
+    metadata = group.build(step.requests, None, causal=False)
+    kv = [torch.cat(x).to(vllm.device) for x in zip(*step.keys, strict=True)]
+    out = group.run(metadata, step.q, torch.empty(0), kv=kv)
+    group.close(out, step, causal=False)
 
 
 def test_cross_attention(vllm):
     """Lengths are an encoder's; the bounds that vLLM passes are the decoder's."""
     group = Group(vllm, {"attn_type": "encoder_decoder"})
-    requests = (Request(1, 50), Request(4, 30))
-    bounds = torch.tensor([8, 4], dtype=torch.int32)
-    encoder = torch.tensor([50, 30], dtype=torch.int32)
-    group.check(requests, causal=False, seq_lens_cpu_upper_bound=bounds, encoder_seq_lens=encoder)
+    lengths = {"seq_lens_cpu_upper_bound": ints(8, 4), "encoder_seq_lens": ints(50, 30)}
+    group.check((Request(1, 50), Request(4, 30)), causal=False, **lengths)
 
 
 def test_lengths_of_the_host_before_bounds(vllm):
     """vLLM 0.24 has both, and for some layers the bounds are another tensor's."""
-    group = Group(vllm, speculative_config=None)
-    small = torch.ones(len(MIXED), dtype=torch.int32)
-    lengths = torch.tensor([r.total for r in MIXED], dtype=torch.int32)
-    group.check(MIXED, seq_lens_cpu_upper_bound=small, _seq_lens_cpu=lengths)
+    lengths = {"seq_lens_cpu_upper_bound": ints(1, 1, 1, 1), "_seq_lens_cpu": ints(40, 7, 50, 17)}
+    Group(vllm, speculative_config=None).check(MIXED, **lengths)
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_drafters_raise_the_lengths_of_the_device_alone(vllm, drafts):
-    """A length in the page behind the bound's would lose keys and shift the diagonal."""
-    group = Group(vllm, num_speculative_tokens=drafts)
+    """A length in the page after the bound's would lose keys and shift the diagonal."""
     requests = (Request(1, 16 + drafts), Request(drafts + 1, 32 + drafts), Request(2, 5))
-    bounds = torch.tensor([r.total - drafts for r in requests], dtype=torch.int32)
-    group.check(requests, seq_lens_cpu_upper_bound=bounds)
+    bounds = ints(*(r.total - drafts for r in requests))
+    Group(vllm, num_speculative_tokens=drafts).check(requests, seq_lens_cpu_upper_bound=bounds)
 
 
 def test_sinks_that_are_loaded_again(vllm):
     """A captured graph has the address of the first copy."""
-    sinks = torch.tensor([0.5, 1.0, 2.0, -1.0]).bfloat16().to(vllm.device)
+    sinks = SINKS.bfloat16().to(vllm.device)
     group = Group(vllm, {"sinks": sinks})
     impl = group.impls[0]
     address = impl.sinks.data_ptr()
@@ -430,42 +414,38 @@ def test_sinks_that_are_loaded_again(vllm):
 
 def test_scales_that_are_loaded_again_after_a_capture(vllm):
     group = Group(vllm, {"kv_cache_dtype": "fp8"}, {})
-    _, keys = group.inputs(DECODES)
-    _, table = group.cache(keys, DECODES)
-    metadata = group.metadata(DECODES, table)
-    group.builder.build(0, metadata)
-    group.builder.build_for_cudagraph_capture(metadata)
-    vllm.layers["1"]._k_scale_float = 2.0  # of a 16-bit cache
-    group.impls[0].process_weights_after_loading(torch.float16)
-    group.builder.build(0, metadata)
-    vllm.layers["0"]._k_scale_float = 2.0
-    group.impls[0].process_weights_after_loading(torch.float16)
+    common = group.common(DECODES, group.step(DECODES).table)
+    group.builder.build(0, common)
+    group.builder.build_for_cudagraph_capture(common)
+
+    def load(name):
+        vllm.layers[name]._k_scale_float = 2.0
+        group.impls[0].process_weights_after_loading(torch.float16)
+        group.builder.build(0, common)
+
+    load("1")  # of a 16-bit cache
     with pytest.raises(RuntimeError, match=r"of 0 are \(1.0, 2.0, 1.0\); CUDA graphs"):
-        group.builder.build(0, metadata)
+        load("0")
 
 
-def test_a_builder_lets_go_of_the_cache_before(vllm):
-    """The cache of vLLM's profiling run would stay beside the real one."""
+def test_a_builder_drops_the_cache_of_the_one_before(vllm):
+    """The cache of vLLM's profiling run would stay in memory with the real one."""
     group = Group(vllm)
-    q, keys = group.inputs(DECODES)
-    cache, table = group.cache(keys, DECODES)
-    group.run(group.builder.build(0, group.metadata(DECODES, table)), q, cache)
-    assert group.impls[0]._cache is cache
-    spec, config = SimpleNamespace(block_size=PAGE), group.config
-    vllm.backend.get_builder_cls()(spec, ["0"], config, group.device)
+    step = group.step(DECODES)
+    group.run(group.build(DECODES, step.table), step.q, step.cache)
+    assert group.impls[0]._cache is step.cache
+    group.new_builder()
     assert group.impls[0]._cache is None
 
 
 def test_padding_and_the_profiling_run(vllm):
     group = Group(vllm)
-    q, keys = group.inputs(DECODES)
-    cache, table = group.cache(keys, DECODES)
-    padded = torch.cat([q, torch.full_like(q, float("nan"))])
-    metadata = group.builder.build(0, group.metadata(DECODES, table, padding=len(q)))
-    out = group.run(metadata, padded, cache)
-    close(out[: len(q)], reference(q, keys, DECODES, group.impls[0], group.layer))
-    assert (out[len(q) :] == 9.0).all()
-    assert (group.run(None, q, cache) == 0.0).all()
+    step = group.step(DECODES)
+    padded = torch.cat([step.q, torch.full_like(step.q, float("nan"))])
+    out = group.run(group.build(DECODES, step.table, padding=len(step.q)), padded, step.cache)
+    group.close(out, step)
+    assert (out[len(step.q) :] == 9.0).all()
+    assert (group.run(None, step.q, step.cache) == 0.0).all()
 
 
 # CUDA graphs; on the CPU a run takes the place of a replay.
@@ -488,11 +468,11 @@ def test_padding_and_the_profiling_run(vllm):
 def test_replays(vllm, rows, steps, layer):
     group = Group(vllm, layer, speculative_config=None)
     dummy = [Request(n, n) for n in rows]
-    q, _ = group.inputs(dummy)
-    q, out = q.to(vllm.device), torch.empty_like(q, device=vllm.device)
+    q = group.step(dummy).q.to(vllm.device)
+    out = torch.empty_like(q)
     cache, table = group.cache([], dummy)
     table.zero_()
-    captured = group.metadata(dummy, table)
+    captured = group.common(dummy, table)
     for _ in range(2):  # vLLM's warm-up and capture
         captured_metadata = group.builder.build_for_cudagraph_capture(captured)
     graph = None
@@ -501,100 +481,74 @@ def test_replays(vllm, rows, steps, layer):
         with torch.cuda.graph(graph):
             group.run(captured_metadata, q, cache, out=out)
     lengths = captured.seq_lens
-    for seed, step in enumerate(steps):
-        requests = [Request(*pair) for pair in step]
-        new_q, keys = group.inputs(requests, seed)
-        new_cache, new_table = group.cache(keys, requests)
-        q[: len(new_q)] = new_q.to(vllm.device)
-        for old, new in ((cache, new_cache), (table, new_table)):
+    for seed, pairs in enumerate(steps):
+        step = group.step([Request(*pair) for pair in pairs], seed)
+        q[: len(step.q)] = step.q.to(vllm.device)
+        for old, new in ((cache, step.cache), (table, step.table)):
             old.copy_(new)
-        lengths.copy_(torch.tensor([r.total for r in requests], dtype=torch.int32))
-        metadata = group.builder.build(
-            0,
-            group.metadata(
-                requests,
-                table,
-                seq_lens=lengths,
-                padding=len(q) - len(new_q),
-                slack=0 if "sliding_window" in layer else 5,
-            ),
-        )
-        assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
+        lengths.copy_(ints(*(r.total for r in step.requests)))
+        bounds = {"padding": len(q) - len(step.q), "slack": 0 if "sliding_window" in layer else 5}
+        assert in_graph(group.build(step.requests, table, seq_lens=lengths, **bounds))
         if graph is None:
             group.run(captured_metadata, q, cache, out=out)
         else:
             graph.replay()
-        wanted = reference(
-            new_q, keys, requests, group.impls[0], group.layer, window=group.windows[0]
-        )
-        close(out[: len(new_q)], wanted, 0.08 if group.impls[0].fp8_dtype else 0.01)
+        group.close(out, step)
 
 
 def test_another_step_of_a_captured_size_is_eager(vllm):
     group = Group(vllm)
-    _, keys = group.inputs(DECODES)
-    _, table = group.cache(keys, DECODES)
-    captured = group.metadata(DECODES, table)
+    table = group.step(DECODES).table
+    captured = group.common(DECODES, table)
     group.builder.build_for_cudagraph_capture(captured)
     for changed in (
         {"seq_lens": captured.seq_lens.clone()},
         {"block_table_tensor": table.clone()},
         {"padding": 1},
     ):
-        m = group.metadata(DECODES, table, **{"seq_lens": captured.seq_lens, **changed})
-        metadata = group.builder.build(0, m)
-        assert not any(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
-    metadata = group.builder.build(0, captured)
-    assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
+        same = {"seq_lens": captured.seq_lens, **changed}
+        assert not in_graph(group.build(DECODES, table, **same))
+    assert in_graph(group.builder.build(0, captured))
 
 
 def test_a_table_with_distance_between_rows_is_captured_in_a_copy(vllm):
     group = Group(vllm)
-    q, keys = group.inputs(DECODES)
-    cache, table = group.cache(keys, DECODES)
-    apart = table.new_zeros(len(table), 20)[:, : table.shape[1]]
-    captured = group.metadata(DECODES, apart)
+    step = group.step(DECODES)
+    apart = step.table.new_zeros(len(step.table), 20)[:, : step.table.shape[1]]
+    captured = group.common(DECODES, apart)
     group.builder.build_for_cudagraph_capture(captured)
-    apart.copy_(table)
+    apart.copy_(step.table)
     metadata = group.builder.build(0, captured)
-    assert all(w.is_cuda_graph_enabled for w in metadata.wrappers.values())
-    wanted = reference(q, keys, DECODES, group.impls[0], group.layer)
-    close(group.run(metadata, q, cache), wanted)
+    assert in_graph(metadata)
+    group.close(group.run(metadata, step.q, step.cache), step)
 
 
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_decode_steps_share_plans_for_bounds(vllm, monkeypatch, in_graph):
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_decode_steps_share_plans_for_bounds(vllm, monkeypatch, graph):
     """Each request grows by a token a step, within the block table that the engine fills in place;
     then one makes room for a shorter one, and one for a longer one."""
     group = Group(vllm, block_table=8, speculative_config=None)
     wrapper = sys.modules["preflash.integrations._paging"].StepWrapper
     planned, plan = [], wrapper.plan
     monkeypatch.setattr(wrapper, "plan", lambda *a, **k: planned.append(k) or plan(*a, **k))
-    _, table = group.cache([], ())
     table = torch.full((4, 8), -7, dtype=torch.int32, device=vllm.device)
     lengths = torch.zeros(4, dtype=torch.int32, device=vllm.device)
 
-    def step(totals, seed):
-        requests = tuple(Request(1, n) for n in totals)
-        q, keys = group.inputs(requests, seed)
-        cache, new_table = group.cache(keys, requests)
-        table.copy_(new_table)
-        lengths.copy_(torch.tensor(totals, dtype=torch.int32))
-        common = group.metadata(requests, table, seq_lens=lengths)
-        if in_graph and seed == 0:
+    def check(totals, seed):
+        step = group.step(tuple(Request(1, n) for n in totals), seed)
+        table.copy_(step.table)
+        lengths.copy_(ints(*totals))
+        common = group.common(step.requests, table, seq_lens=lengths)
+        if graph and seed == 0:
             group.builder.build_for_cudagraph_capture(common)
-        metadata = group.builder.build(0, common)
-        close(
-            group.run(metadata, q, cache), reference(q, keys, requests, group.impls[0], group.layer)
-        )
+        group.close(group.run(group.builder.build(0, common), step.q, step.cache), step)
 
-    totals = [40, 7, 50, 17]
     for i in range(70):
-        step([n + i for n in totals], i)
-    assert len(planned) <= 2 + in_graph + 70 // 32 + 1
+        check([n + i for n in (40, 7, 50, 17)], i)
+    assert len(planned) <= 2 + graph + 70 // 32 + 1
     before = len(planned)
     for totals in ([109, 7, 119, 86], [110, 128, 120, 87], [110, 128, 120, 87]):
-        step(totals, sum(totals))
+        check(totals, sum(totals))
     assert len(planned) == before + 2
 
 
@@ -603,14 +557,12 @@ def test_batch_invariance(vllm):
     sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = True
     assert vllm.backend.supports_batch_invariance()
     group = Group(vllm)
-    chunks = (Request(7, 50), Request(30, 70))
-    q, keys = group.inputs(chunks)
-    cache, table = group.cache(keys, chunks)
-    whole = group.run(group.builder.build(0, group.metadata(chunks, table)), q, cache)
+    chunks = group.step((Request(7, 50), Request(30, 70)))
+    whole = group.run(group.build(chunks.requests, chunks.table), chunks.q, chunks.cache)
     for i, last in enumerate((6, 36)):
-        step = (Request(1, chunks[i].total),)
-        metadata = group.builder.build(0, group.metadata(step, table[i : i + 1]))
-        assert torch.equal(group.run(metadata, q[last : last + 1], cache)[0], whole[last])
+        metadata = group.build((Request(1, chunks.requests[i].total),), chunks.table[i : i + 1])
+        out = group.run(metadata, chunks.q[last : last + 1], chunks.cache)
+        assert torch.equal(out[0], whole[last])
 
 
 # The cache's writes, and refusals.
@@ -627,46 +579,41 @@ def test_keys_are_written_where_they_are_read(vllm, monkeypatch, five_dims):
     monkeypatch.setattr(torch.ops, "_C_cache_ops", ops, raising=False)
     group = Group(vllm, five_dims=five_dims)
     group.layer._k_scale, group.layer._v_scale = "k", "v"
-    requests = (Request(20, 20),)
-    _, keys = group.inputs(requests)
-    cache, table = group.cache(keys, requests)
-    filled = cache.clone()
+    step = group.step((Request(20, 20),))
+    cache = torch.full_like(step.cache, float("nan"))
     positions = torch.arange(20, device=vllm.device)
-    slots = table[0, positions // PAGE] * PAGE + positions % PAGE
-    cache.fill_(float("nan"))
-    impl = group.impls[0]
-    impl.do_kv_cache_update(group.layer, *(x.to(vllm.device) for x in keys[0]), cache, slots.long())
-    assert torch.equal(cache.nan_to_num(7.0), filled.nan_to_num(7.0))
+    slots = (step.table[0, positions // PAGE] * PAGE + positions % PAGE).long()
+    new = (x.to(vllm.device) for x in step.keys[0])
+    group.impls[0].do_kv_cache_update(group.layer, *new, cache, slots)
+    assert torch.equal(cache.nan_to_num(7.0), step.cache.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(
-    ("layer", "says"),
-    [
-        ({"alibi_slopes": SLOPES[:2]}, "ALiBi slopes of 2 heads are not those"),
-        ({"attn_type": "encoder_only", "sliding_window": 9}, "window has two sides"),
-    ],
-)
-def test_layers_that_are_refused(vllm, layer, says):
+def parallel(vllm):
+    vllm.backend.get_impl_cls().dcp_world_size = 2
+    Group(vllm)
+
+
+def windowed(vllm):
+    return Group(vllm, {"sliding_window": 9})
+
+
+MIXED_CAUSAL = {"causal": torch.ones(4).bool()}
+FAST_PREFILL = SimpleNamespace(kv_sharing_fast_prefill=True)
+REFUSED = {
+    "ALiBi slopes of 2 heads are not those": lambda x: Group(x, {"alibi_slopes": SLOPES[:2]}),
+    "window has two sides": lambda x: Group(x, {"attn_type": "encoder_only", "sliding_window": 9}),
+    "context parallelism": parallel,
+    "without causal masking has two sides": lambda x: windowed(x).check(DECODES, causal=False),
+    "one value of causal": lambda x: windowed(x).build(DECODES, None, **MIXED_CAUSAL),
+    "--kv-sharing-fast-prefill": lambda x: Group(x, cache_config=FAST_PREFILL),
+    "quantised output": lambda x: Group(x).impls[0].forward(None, *[None] * 6, output_scale=1.0),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_refusals(vllm, says):
     with pytest.raises(NotImplementedError, match=says):
-        Group(vllm, layer)
-
-
-def test_context_parallelism_is_refused(vllm, monkeypatch):
-    monkeypatch.setattr(vllm.backend.get_impl_cls(), "dcp_world_size", 2)
-    with pytest.raises(NotImplementedError, match="context parallelism"):
-        Group(vllm)
-
-
-def test_steps_that_are_refused(vllm):
-    group = Group(vllm, {"sliding_window": 9})
-    with pytest.raises(NotImplementedError, match="without causal masking has two sides"):
-        group.check(DECODES, causal=False)
-    with pytest.raises(NotImplementedError, match="one value of causal"):
-        group.builder.build(0, group.metadata(DECODES, None, causal=torch.ones(4).bool()))
-    with pytest.raises(NotImplementedError, match="--kv-sharing-fast-prefill"):
-        Group(vllm, cache_config=SimpleNamespace(kv_sharing_fast_prefill=True))
-    with pytest.raises(NotImplementedError, match="quantised output"):
-        group.impls[0].forward(None, *[None] * 6, output_scale=1.0)
+        REFUSED[says](vllm)
 
 
 @pytest.mark.parametrize(
@@ -683,20 +630,22 @@ def test_steps_that_are_refused(vllm):
     ],
 )
 def test_configurations(vllm, head_size, cache, says):
-    answer = vllm.backend.supports_combination(
-        head_size, torch.bfloat16, cache, 16, False, False, False, False, None
-    )
+    options = (head_size, torch.bfloat16, cache, 16, False, False, False, False, None)
+    answer = vllm.backend.supports_combination(*options)
     assert (answer is None) if says is None else (says in answer)
 
 
 def test_graphs_of_mixed_batches_but_not_of_encoders(vllm):
-    spec = sys.modules["vllm.v1.kv_cache_interface"].EncoderOnlyAttentionSpec
+    encoder = sys.modules["vllm.v1.kv_cache_interface"].EncoderOnlyAttentionSpec()
     support = vllm.backend.get_builder_cls().get_cudagraph_support
-    both = SimpleNamespace(speculative_config=object(), lora_config=object())
-    for one in (None, object()):
-        config = SimpleNamespace(speculative_config=None, lora_config=one)
-        assert support(config, spec()).name == "NEVER"
-        assert support(config, object()).name == "ALWAYS"
-        config = SimpleNamespace(speculative_config=one, lora_config=None)
-        assert support(config, object()).name == "ALWAYS"
-    assert support(both, object()).name == "NEVER"
+    some = object()
+    for speculative, lora, spec, expected in (
+        (None, None, encoder, "NEVER"),
+        (None, some, encoder, "NEVER"),
+        (None, None, object(), "ALWAYS"),
+        (None, some, object(), "ALWAYS"),
+        (some, None, object(), "ALWAYS"),
+        (some, some, object(), "NEVER"),
+    ):
+        config = SimpleNamespace(speculative_config=speculative, lora_config=lora)
+        assert support(config, spec).name == expected

@@ -5,7 +5,7 @@ import pytest
 import torch
 from preflash.cli.bench import fmha, measure, pod
 from preflash.cli.bench import rows as bench_rows
-from preflash.cli.bench.rows import Baseline, Metric
+from preflash.cli.bench.rows import Baseline
 from preflash.cli.machine import choose_places
 from preflash.testing import oracle
 from preflash.testing.case import flops
@@ -24,37 +24,10 @@ def test_rows_are_named_once_and_refer_to_earlier_rows(device_type, quick):
         seen.add(row.name)
         if row.relative_to is not None:
             assert row.relative_to.name in seen
-            splits = row.case.fixed_split_size is not None or row.case.disable_split_kv
+            splits = row.case.is_invariant
             assert splits == row.name.startswith("invariant ")
             assert (row.relative_to.page_size > 0, row.case.page_size > 0) == (splits, True)
             assert row.relative_to.kv_lens == row.case.kv_lens
-
-
-def test_gpu_rows_are_those_of_the_published_tables():
-    rows = by_name(bench_rows.gpu_rows())
-    for head_dim, heads in ((64, 32), (128, 16), (256, 8)):
-        for length in (1024, 4096, 16384):
-            for mask in ("full", "causal"):
-                case = rows[f"dense d{head_dim} s{length} {mask}"].case
-                assert sum(case.qo_lens) == sum(case.kv_lens) == 16384
-                assert (case.num_qo_heads, case.num_kv_heads) == (heads, heads)
-    mixed = rows["mixed"].case
-    assert len(mixed.qo_lens) == 16
-    assert min(mixed.qo_lens) == 64
-    assert max(mixed.qo_lens) == 4096
-    assert {rows[f"mixed page {size}"].case.page_size for size in (1, 16, 64)} == {1, 16, 64}
-    assert rows["append 512 on 8k x8"].case.kv_lens == (8192,) * 8
-    assert rows["decode 4x32k page 16"].metric is Metric.GBPS
-
-
-def test_rows_of_prefill_beside_decode():
-    rows = pod.pod_rows_for("cuda", quick=False)
-    names = [row.name for row in rows]
-    assert len(set(names)) == len(names) == 12
-    assert {"pod 2x2048 + 128x2048 page 16", "pod 1x8192 + 32x1024 page 1"} <= set(names)
-    for row in rows:
-        assert set(row.decode.qo_lens) == {1}
-        assert (row.case.num_qo_heads, row.case.num_kv_heads) == (32, 8)
 
 
 def test_prefill_beside_decode_is_checked_and_timed():
@@ -69,20 +42,24 @@ def test_prefill_beside_decode_is_checked_and_timed():
 def test_rows_beside_torchs_cudnn():
     """Requests of one length, and as many heads of q as of k: torch's call takes no others."""
     with_sdpa = [row for row in bench_rows.gpu_rows() if Baseline.SDPA in row.baselines]
-    assert "4x2048 d192x128" in [row.name for row in with_sdpa]
+    assert with_sdpa
     for case in (row.case for row in with_sdpa):
         assert not case.paged
         assert len({*case.qo_lens, *case.kv_lens}) == 1
         assert case.num_qo_heads == case.num_kv_heads
 
 
+def test_rows_of_prefill_beside_decode():
+    rows = pod.pod_rows_for("cuda", quick=False)
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert set(row.decode.qo_lens) == {1}
+        assert row.case.num_qo_heads == row.decode.num_qo_heads
+
+
 def test_rows_of_the_fmha_call():
     rows = fmha.fmha_rows_for("cuda", quick=False)
     assert len({row.name for row in rows}) == len(rows)
-    assert {row.tokens for row in rows} == {16384, 65536}
-    for row in rows:
-        assert row.modes[0] == fmha.CAUSAL
-        assert {mode.factor for mode in row.modes} == {0.0, 500.0, 10000.0}
     for mode in (fmha.CAUSAL, fmha.Mode(window_left=5), fmha.Mode(chunk=8)):
         assert mode.pairs(37) == int(oracle.kept(mode.pipeline, 37, 37).sum())
 

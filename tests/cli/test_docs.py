@@ -32,12 +32,6 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
 
 
-def test_readme_starts_with_the_two_commands():
-    top = ROOT.joinpath("README.md").read_text()[:800]
-    assert "make demo" in top
-    assert "make test" in top
-
-
 def run(name, containing):
     """Runs the one block of a document that contains these words, as it is printed."""
     (example,) = [

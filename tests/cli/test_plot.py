@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -29,7 +28,7 @@ ROWS = [
 
 
 def texts(path) -> list[str]:
-    """Every text of an SVG file of matplotlib, which has them as comments beside their outlines."""
+    """Returns the texts of an SVG file of matplotlib, which are comments next to their outlines."""
     return re.findall(r"<!-- (.*?) -->", path.read_text(), re.DOTALL)
 
 
@@ -100,25 +99,3 @@ def test_draws_a_run(preflash_command, tmp_path):
     drawn = texts(tmp_path / "b.svg")
     assert (drawn.count("A"), drawn.count("B")) == (2, 2)
     assert "sdpa" not in drawn
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("--plot", "a.gif", "--quick"), "must end with .png, .svg or .pdf"),
-        (("--plot", "a.png", "--quick", "--rows", "mixed"), "--rows mixed names none"),
-        (("--plot", "a.png", "--quick", "--rows", "pod,fmha"), "--rows pod,fmha names none"),
-        (("--plot", "a.gif", "--compare", "mixed.json", "mixed.json"), "must end with .png"),
-        (("--plot", "a.png", "--compare", "mixed.json", "mixed.json"), "nothing is written"),
-    ],
-)
-def test_refuses_what_it_cannot_draw(preflash_command, tmp_path, arguments, why):
-    mixed = {**row("mixed", preflash=1.0), "us": {"preflash": 1.0}}
-    machine = {"preflash": "1", "backend": "cpu", "name": "CPU"}
-    report = tmp_path / "mixed.json"
-    report.write_text(json.dumps({"machine": machine, "rows": [mixed]}))
-    done = preflash_command("bench", *arguments)
-    assert done.code == 2
-    assert why in done.err
-    assert done.out == ""
-    assert list(tmp_path.iterdir()) == [report]

@@ -7,7 +7,6 @@ import sys
 import types
 
 import preflash
-import pytest
 import torch
 from preflash.cli.bench import baselines, rows
 from preflash.testing import build, runner
@@ -28,21 +27,6 @@ def test_compares(preflash_command, tmp_path):
     assert done.code == 0
     assert done.out.count("2.000x") == len(report["rows"]) + 1
     assert "wrote" not in done.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("--compare", "none.json", "none.json"), "none.json: cannot be read"),
-        (("--compare", "a", "b", "--json", "c.json"), "--json c.json: --compare measures nothing"),
-        (("--compare", "a", "b", "--trace", "c.json"), "--trace c.json: --compare runs nothing"),
-    ],
-)
-def test_refuses(preflash_command, tmp_path, arguments, why):
-    done = preflash_command("bench", *arguments)
-    assert done.code == 2
-    assert why in done.err
-    assert not list(tmp_path.iterdir())
 
 
 def _fa3():

@@ -70,12 +70,6 @@ def test_answers_before_torch_is_imported(script, tmp_path, start, arguments, co
     assert "torch" not in imported(done)
 
 
-def test_without_a_command_is_the_help(preflash_command):
-    done = preflash_command()
-    assert (done.code, done.err) == (0, "")
-    assert done.out == preflash_command("--help").out
-
-
 def test_a_usage_error_without_a_stderr(tmp_path):
     """Python closes a stderr that the shell closed; nothing goes to stdout instead."""
     done = started("sh", "-c", f"{sys.executable} -m preflash bogus 2>&-", cwd=tmp_path)

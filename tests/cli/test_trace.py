@@ -1,5 +1,6 @@
 """`bench --trace`: records of work items on the CPU, the trace file, the picture, and refusals."""
 
+import functools
 import importlib.util
 import json
 
@@ -7,7 +8,6 @@ import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash.cli import main
 from preflash.cli.bench.trace import (
     Kind,
     Launch,
@@ -48,34 +48,25 @@ def prefill(tokens, keys, heads=2):
 
 
 def test_every_item_of_a_launch_has_a_record():
-    records, launches = traced_run(lambda: prefill(300, 300))
-    [(kernel, first, count)] = launches
-    assert kernel.startswith("cpu_f32")
-    assert first == 0
-    assert count > 0
-    spans = read_spans(records, [Launch(kernel, first, count, (300,))])
-    assert len(spans) == count
-    assert all(one.end_us >= one.begin_us >= 0.0 for one in spans)
-    assert {one.kv_head for one in spans} == {0, 1}
-    assert {one.kind for one in spans} == {Kind.PREFILL}
-    assert not records[count:].any()  # nothing behind the launch's own records
+    """Records of launches follow each other in their order."""
 
-
-def test_launches_lie_one_behind_the_other():
     def run():
-        prefill(70, 70)
+        prefill(300, 300)
         prefill(1, 900)
 
     records, launches = traced_run(run)
-    (_, first, count), (_, second, more) = launches
+    (kernel, first, count), (_, second, more) = launches
+    assert kernel.startswith("cpu_f32")
     assert (first, second) == (0, count)
-    lens = [(70,), (1,)]
+    assert not records[count + more :].any()  # nothing behind the launches' own records
     spans = read_spans(
-        records, [Launch(*launch, qo) for launch, qo in zip(launches, lens, strict=True)]
+        records, [Launch(*one, qo) for one, qo in zip(launches, ((300,), (1,)), strict=True)]
     )
+    assert len(spans) == count + more
+    assert all(one.end_us >= one.begin_us >= 0.0 for one in spans)
+    assert {one.kv_head for one in spans} == {0, 1}
     assert [one.launch for one in spans] == sorted(one.launch for one in spans)
-    assert sum(one.kind is Kind.DECODE for one in spans) == more
-    assert records[: count + more, 1].all()
+    assert [one.kind for one in spans] == [Kind.PREFILL] * count + [Kind.DECODE] * more
 
 
 def test_results_are_the_same_and_later_runs_record_nothing():
@@ -93,28 +84,25 @@ def test_results_are_the_same_and_later_runs_record_nothing():
     assert len(launches) == 1
 
 
-def test_records_that_do_not_fit_are_refused():
-    records = torch.zeros(1, _WORDS, dtype=torch.int64)
-    trace = _core.Trace(records.data_ptr(), 1, -1)
+@pytest.mark.parametrize(
+    ("room", "device", "message"),
+    [
+        (1, -1, "room for 1 more records"),
+        (4096, 0, "records are on device 0, the launch on -1"),
+    ],
+    ids=["too few", "another device"],
+)
+def test_records_that_cannot_be_taken_are_refused(room, device, message):
+    records = torch.zeros(room, _WORDS, dtype=torch.int64)
+    trace = _core.Trace(records.data_ptr(), room, device)
     trace.start()
     try:
-        with pytest.raises(ValueError, match="room for 1 more records"):
+        with pytest.raises(ValueError, match=message):
             prefill(300, 300)
     finally:
         trace.stop()
-    assert not records.any()
-
-
-def test_a_trace_of_another_device_is_refused():
-    records = torch.zeros(4096, _WORDS, dtype=torch.int64)
-    trace = _core.Trace(records.data_ptr(), len(records), 0)
-    trace.start()
-    try:
-        with pytest.raises(ValueError, match="records are on device 0, the launch on -1"):
-            prefill(5, 5)
-    finally:
-        trace.stop()
     prefill(5, 5)
+    assert not records.any()
 
 
 def test_a_trace_that_is_gone_records_nothing():
@@ -144,7 +132,7 @@ def test_summary():
     line = timeline(
         span(0.0, 40.0), span(10.0, 20.0), span(60.0, 100.0, kind=Kind.DECODE), span(0.0, 50.0, 1)
     ).summary()
-    # Of 200 us, 90 are prefill (10 of them twice), 40 decode.
+    # 90 of 200 us are prefill (10 of these twice), 40 are decode.
     assert line.startswith("4 items in 100.0 us on 2 SMs: prefill 45.0 %, decode 20.0 %, idle 35.0")
     assert "the first SM is done at 50.0 us" in line
     assert timeline().summary() == "no work item ran"
@@ -162,25 +150,17 @@ def test_chrome_trace():
         span(10.0, 11.5, 1),
     )
     document = json.loads(json.dumps(chrome_trace(line)))
-    events = document["traceEvents"]
-    bars = [event for event in events if event["ph"] == "X"]
-    names = {
-        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
+    bars = bars_of(document)
+    named = (event for event in document["traceEvents"] if event["name"] == "thread_name")
+    names = {event["tid"]: event["args"]["name"] for event in named}
     assert names == {0: "SM 000", 1: "SM 001 CTA 0", 2: "SM 001 CTA 1"}
     assert [(bar["tid"], bar["name"], bar["ts"], bar["dur"]) for bar in bars] == [
         (1, "prefill", 0.0, 10.0),
         (1, "prefill", 10.0, 1.5),
         (2, "decode", 4.0, 8.0),
     ]
-    assert bars[2]["args"] == {
-        "kernel": "another",
-        "launch": 1,
-        "cta": 9,
-        "request": 3,
-        "kv_head": 0,
-        "chunk": 0,
-    }
+    args = {"launch": 1, "cta": 9, "request": 3, "kv_head": 0, "chunk": 0}
+    assert bars[2]["args"] == {"kernel": "another", **args}
     assert document["otherData"]["title"] == "a row"
 
 
@@ -197,46 +177,45 @@ def test_picture(tmp_path, ending):
             assert text in content
 
 
-def bench(*arguments):
-    return main(["bench", "--backend", "cpu", "--quick", *arguments])
+def bars_of(document: dict) -> list[dict]:
+    return [event for event in document["traceEvents"] if event["ph"] == "X"]
 
 
-def test_command_writes_a_trace(tmp_path, capsys):
-    path = tmp_path / "pod.json"
-    assert bench("--trace", str(path)) == 0
-    said = capsys.readouterr().out
-    assert f"wrote {path}" in said
-    assert "pod 1x129 + 4x257 page 16, the first of" in said
-    bars = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {bar["name"] for bar in bars} == {"prefill", "decode"}
-    assert {bar["args"]["request"] for bar in bars if bar["name"] == "decode"} == {1, 2, 3, 4}
+@pytest.fixture
+def bench(preflash_command):
+    return functools.partial(preflash_command, "bench", "--backend", "cpu", "--quick")
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "kinds", "requests"),
+    [
+        ((), "pod 1x129 + 4x257 page 16, the first of", {"prefill", "decode"}, {1, 2, 3, 4}),
+        (("--rows", "dense d64 s512 full"), "dense d64 s512 full", {"prefill"}, set()),
+    ],
+    ids=["first", "named"],
+)
+def test_command_writes_a_trace(bench, tmp_path, rows, name, kinds, requests):
+    done = bench(*rows, "--trace", "row.json")
+    assert done.code == 0
+    assert "wrote row.json" in done.out
+    assert name in done.out
+    bars = bars_of(json.loads((tmp_path / "row.json").read_text()))
+    assert {bar["name"] for bar in bars} == kinds
+    assert {bar["args"]["request"] for bar in bars if bar["name"] == "decode"} == requests
     assert all(bar["dur"] >= 0 for bar in bars)
 
 
-def test_command_takes_the_row_that_is_named(tmp_path, capsys):
-    path = tmp_path / "row.json"
-    assert bench("--rows", "dense d64 s512 full", "--trace", str(path)) == 0
-    assert "dense d64 s512 full" in capsys.readouterr().out
-    bars = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {bar["name"] for bar in bars} == {"prefill"}
-
-
-def test_a_picture_without_matplotlib_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_picture_without_matplotlib_is_refused(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("pod.png", "pod"):
-        assert bench("--trace", str(tmp_path / name)) != 0
-        said = capsys.readouterr()
-        assert "pip install 'preflash[trace]'" in said.err + said.out
-        assert f"write --trace {tmp_path / 'pod.json'}" in said.err + said.out
+        done = bench("--trace", name)
+        assert done.code != 0
+        assert "pip install 'preflash[trace]'" in done.err + done.out
+        assert "write --trace pod.json" in done.err + done.out
     assert not list(tmp_path.iterdir())
 
 
-def test_other_files_are_refused(tmp_path, capsys):
-    assert bench("--trace", str(tmp_path / "pod.txt")) == 2
-    assert ".txt is neither .json nor a picture" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not has_matplotlib, reason="no matplotlib")
-def test_a_name_without_an_ending_writes_both(tmp_path):
-    assert bench("--trace", str(tmp_path / "pod")) == 0
+def test_a_name_without_an_ending_writes_both(bench, tmp_path):
+    assert bench("--trace", "pod").code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pod.json", "pod.png"]

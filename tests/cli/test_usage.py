@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 
+import prepass_policy
 import pytest
 from preflash import cli
-from preflash._plan import prepass
 from preflash.cli.machine import choose_places
 
 PYTHON = f"{sys.executable} -m preflash"
@@ -66,48 +66,30 @@ def test_a_full_disk(command):
     is_one_line(done, "cannot write its output: No space left on device")
 
 
-def refused(capsys, command: str, *parts: str) -> None:
+def refused(preflash_command, command: str, message: str) -> None:
     """Runs the command in this process, for cases that do not depend on how it was started."""
-    assert cli.main(command.split()) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-    for part in parts:
-        assert part in said.err
+    done = preflash_command(*command.split())
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert message in done.err
 
 
 @pytest.mark.parametrize("command", ["check --quick", "bench --quick", "demo"])
 @pytest.mark.parametrize("name", ["PREFLASH_BACKEND", "PREFLASH_PREPASS"])
-def test_an_environment_that_says_nonsense(monkeypatch, capsys, name, command):
+def test_an_environment_that_says_nonsense(monkeypatch, preflash_command, name, command):
     monkeypatch.setenv(name, "bogus")
-    monkeypatch.setattr(prepass, "_given", os.environ.get("PREFLASH_PREPASS") or "auto")
-    refused(capsys, command, f"{name}='bogus' in the environment")
+    with prepass_policy.forced(os.environ.get("PREFLASH_PREPASS", "auto")):
+        refused(preflash_command, command, f"{name}='bogus' in the environment")
 
 
-def test_an_environment_that_replaces_the_backend(monkeypatch, capsys):
+def test_an_environment_that_replaces_the_backend(monkeypatch, preflash_command):
     """PREFLASH_BACKEND alone is checked: a check of cpu never passes for another backend, and a
     check of nothing is no success."""
     monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
     assert [place.backend for place in choose_places(None)] == ["cpu"]
-    refused(capsys, "check --quick --backend fa2", "--backend fa2: PREFLASH_BACKEND=cpu in the env")
-    monkeypatch.setenv("PREFLASH_BACKEND", "fa2")
-    refused(capsys, "check --quick --backend cpu", "--backend cpu: PREFLASH_BACKEND=fa2 in the env")
-
-
-@pytest.mark.parametrize("option", ["--trace", "--json"])
-@pytest.mark.parametrize(
-    ("file", "why"),
-    [
-        ("/proc/report.json", "cannot be written"),
-        ("directory.json", ""),
-        ("no/report.json", "there is no directory no"),
-    ],
-)
-def test_a_report_that_cannot_be_written(monkeypatch, tmp_path, capsys, option, file, why):
-    """The error comes before anything is measured."""
-    (tmp_path / "directory.json").mkdir()
-    monkeypatch.chdir(tmp_path)
-    refused(capsys, f"bench --quick --backend cpu {option} {file}", f"{option} {file}: {why}")
+    for given, asked in (("cpu", "fa2"), ("fa2", "cpu")):
+        monkeypatch.setenv("PREFLASH_BACKEND", given)
+        message = f"--backend {asked}: PREFLASH_BACKEND={given} in the env"
+        refused(preflash_command, f"check --quick --backend {asked}", message)
 
 
 def test_what_is_tried_is_not_left(tmp_path):

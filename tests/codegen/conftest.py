@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "cmake" / "codegen"))
+sys.path[:0] = [str(ROOT / folder) for folder in ("cmake/codegen", "tools", "wheels")]
 
 import spec  # noqa: E402
 

@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
+def finished(*command: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, check=True, capture_output=True, text=True, **options)
+
+
 @pytest.fixture
 def cmake() -> str:
     found = shutil.which("cmake", path=BIN) or shutil.which("cmake")
@@ -26,10 +30,8 @@ def test_an_install_without_gpu_kernels_says_so_at_its_end(cmake, tmp_path):
     """`pip install -v .` prints what the install step prints; nothing is compiled here."""
     options = ["-DPREFLASH_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
     options += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}"]
-    configure = [cmake, "-S", str(ROOT), "-B", str(tmp_path), *options]
-    subprocess.run(configure, check=True, capture_output=True)
-    install = [cmake, "--install", str(tmp_path), "--component", "note"]
-    done = subprocess.run(install, check=True, capture_output=True, text=True)
+    finished(cmake, "-S", str(ROOT), "-B", str(tmp_path), *options)
+    done = finished(cmake, "--install", str(tmp_path), "--component", "note")
     assert "preflash: built the CPU backend alone, without GPU kernels: " in done.stdout
     assert "PREFLASH_CUDA is OFF" in done.stdout or "no nvcc was found" in done.stdout
 
@@ -41,8 +43,7 @@ def cmake_value(cmake: str, tmp_path: Path, call: str, **options) -> int:
     """Returns what a function of CudaJobs.cmake sets; `call` names the variable `value`."""
     script = tmp_path / "script.cmake"
     script.write_text(f'include("{CUDA_JOBS}")\n{call}\nmessage(NOTICE "value=${{value}}")\n')
-    command = [cmake, "-P", str(script)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, **options)
+    done = finished(cmake, "-P", str(script), **options)
     return int(done.stderr.strip().removeprefix("value="))
 
 
@@ -80,8 +81,7 @@ def test_cuda_jobs_follow_the_cpu_affinity_and_not_openmp(cmake, tmp_path):
 
 
 def test_an_explicit_number_of_cuda_jobs_is_kept(cmake):
-    command = [cmake, "-DPREFLASH_CUDA_JOBS=97", "-P", str(CUDA_JOBS)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = finished(cmake, "-DPREFLASH_CUDA_JOBS=97", "-P", str(CUDA_JOBS))
     assert "preflash: 97 CUDA sources are compiled at once" in done.stdout
 
 
@@ -92,7 +92,5 @@ def test_make_leaves_the_number_of_cuda_jobs_to_cmake(given, passed):
     """pip sets no number either, so both builds compile as many CUDA sources at once."""
     if shutil.which("make") is None:
         pytest.skip("no make")
-    command = ["make", "-n", "stage", "SIDE=cuda", *given]
-    dry_run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert passed in dry_run.stdout
+    assert passed in finished("make", "-n", "stage", "SIDE=cuda", *given, cwd=ROOT).stdout
     assert "PREFLASH_CUDA_JOBS" not in (ROOT / "pyproject.toml").read_text()

@@ -9,16 +9,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import check
 import fa2_memory
 import generate
 import pytest
 import spec
 from preflash import _core
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "wheels"))
-
-import check  # noqa: E402
+from ptxas import PtxasEntry, kernel_id, read_ptxas
 
 # Why a kernel may spill, and what of it lies in a main loop.
 _OUTSIDE = (
@@ -30,6 +27,7 @@ _IN_MASK = (
     "the main loop words of a thread's row, where a tile is masked"
 )
 _IN_GATHER = "words of the gathering producers' item loop; their row loops hold no LDL or STL"
+_IN_GATHER_AND_CONSUMER = _IN_GATHER + "; and words of a consumer between items"
 _IN_CONVERSION = (
     "addresses and counters of the producers between the tiles that they convert; consumers "
     "reload words that are the same for all tiles, at d256 and with options at run time"
@@ -57,89 +55,41 @@ _BETWEEN_ITEMS = "where items begin and end; the main loop holds no LDL or STL i
 class AllowedSpill:
     """Kernels that may spill, and what makes that harmless."""
 
-    axes: dict[str, str]  # as in tiles.toml: an axis that is not named has any value
     spill_bytes: int
     why: str
-    loop_accesses: int = 0  # LDL and STL in a main loop, its seldom paths included
+    axes: dict[str, str]  # as in tiles.toml: an axis that is not named has any value
 
     def covers(self, variant: spec.Variant) -> bool:
         return spec.match_of(self.axes, variant.vocabulary.axes, "spills").covers(variant.values)
 
 
+def may_spill(family: str, spill_bytes: int, why: str, **axes: str) -> AllowedSpill:
+    return AllowedSpill(spill_bytes, why, {"family": family, **axes})
+
+
 ALLOWED_SPILLS = [
-    AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "bounds"}, 104, _OUTSIDE, 16),
-    AllowedSpill({"family": "sm80", "tile_class": "prefill", "mask": "custom"}, 168, _IN_MASK, 4),
-    AllowedSpill({"family": "sm80", "head_dim": "64", "tile_class": "decode"}, 48, _OUTSIDE),
-    AllowedSpill(
-        {"family": "sm80", "head_dim": "64", "tile_class": "decode", "mask": "custom"},
-        52,
-        _IN_MASK,
-        4,
-    ),
-    AllowedSpill({"family": "sm80", "head_dim": "256", "tile_class": "decode"}, 48, _OUTSIDE),
-    AllowedSpill({"family": "sm80", "head_dim": "512", "tile_class": "compact"}, 32, _OUTSIDE),
-    AllowedSpill({"family": "sm80", "load": "converted"}, 1040, _IN_BRANCHES, 5),
-    AllowedSpill({"family": "sm80", "segments": "two", "mask": "bounds"}, 364, _OF_BOTH, 7),
-    AllowedSpill({"family": "sm80", "segments": "two", "mask": "custom"}, 490, _OF_BOTH, 14),
-    AllowedSpill({"family": "sm90", "head_dim": "64"}, 32, _IN_GATHER),
-    AllowedSpill({"family": "sm90", "head_dim": "64", "logits": "softcap"}, 72, _BETWEEN_ITEMS),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "64", "position": "alibi"},
-        192,
-        _IN_GATHER + "; and words of a consumer between items",
-    ),
-    AllowedSpill({"family": "sm90", "head_dim": "256"}, 320, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "head_dim": "256", "segments": "two"}, 480, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "head_dim": "64", "sparsity": "skipping"}, 96, _BETWEEN_ITEMS),
-    AllowedSpill({"family": "sm90", "load": "converted"}, 200, _IN_CONVERSION, 5),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "256", "load": "converted"}, 1100, _IN_CONVERSION, 9
-    ),
-    AllowedSpill(
-        {"family": "sm90", "head_dim": "512", "load": "converted"}, 1400, _IN_EXCHANGE, 51
-    ),
-    AllowedSpill({"family": "sm90", "mask": "custom"}, 320, _IN_SCAN, 2),
-    AllowedSpill({"family": "sm90", "head_dim": "512", "mask": "custom"}, 804, _IN_EXCHANGE, 3),
-    AllowedSpill({"family": "sm90", "head_dim": "512"}, 320, _BETWEEN_ITEMS),
+    may_spill("sm80", 104, _OUTSIDE, tile_class="prefill", mask="bounds"),
+    may_spill("sm80", 168, _IN_MASK, tile_class="prefill", mask="custom"),
+    may_spill("sm80", 48, _OUTSIDE, head_dim="64", tile_class="decode"),
+    may_spill("sm80", 52, _IN_MASK, head_dim="64", tile_class="decode", mask="custom"),
+    may_spill("sm80", 48, _OUTSIDE, head_dim="256", tile_class="decode"),
+    may_spill("sm80", 32, _OUTSIDE, head_dim="512", tile_class="compact"),
+    may_spill("sm80", 1040, _IN_BRANCHES, load="converted"),
+    may_spill("sm80", 364, _OF_BOTH, segments="two", mask="bounds"),
+    may_spill("sm80", 490, _OF_BOTH, segments="two", mask="custom"),
+    may_spill("sm90", 32, _IN_GATHER, head_dim="64"),
+    may_spill("sm90", 72, _BETWEEN_ITEMS, head_dim="64", logits="softcap"),
+    may_spill("sm90", 192, _IN_GATHER_AND_CONSUMER, head_dim="64", position="alibi"),
+    may_spill("sm90", 320, _BETWEEN_ITEMS, head_dim="256"),
+    may_spill("sm90", 480, _BETWEEN_ITEMS, head_dim="256", segments="two"),
+    may_spill("sm90", 96, _BETWEEN_ITEMS, head_dim="64", sparsity="skipping"),
+    may_spill("sm90", 200, _IN_CONVERSION, load="converted"),
+    may_spill("sm90", 1100, _IN_CONVERSION, head_dim="256", load="converted"),
+    may_spill("sm90", 1400, _IN_EXCHANGE, head_dim="512", load="converted"),
+    may_spill("sm90", 320, _IN_SCAN, mask="custom"),
+    may_spill("sm90", 804, _IN_EXCHANGE, head_dim="512", mask="custom"),
+    may_spill("sm90", 320, _BETWEEN_ITEMS, head_dim="512"),
 ]
-
-
-@dataclass(frozen=True)
-class PtxasEntry:
-    """One kernel for one architecture in ptxas's report."""
-
-    kernel: str
-    arch: str
-    spill_stores: int
-    spill_loads: int
-    registers: int  # of one thread
-
-
-ENTRY = re.compile(
-    r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'\n"
-    r"(?:.*\n)?.*?(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
-    r"(?:\n.*?Used (?P<registers>\d+) registers)?"
-)
-LENGTH_AND_ID = re.compile(r"(\d+)(sm\d+_\w+)")
-
-
-def kernel_id(symbol: str) -> str | None:
-    """The variant in a mangled name, where its length precedes it."""
-    found = LENGTH_AND_ID.search(symbol)
-    return found[2][: int(found[1])] if found else None
-
-
-def read_ptxas(text: str) -> list[PtxasEntry]:
-    return [
-        PtxasEntry(
-            match["name"],
-            match["arch"],
-            int(match["stores"]),
-            int(match["loads"]),
-            int(match["registers"] or 0),
-        )
-        for match in ENTRY.finditer(text)
-    ]
 
 
 def excess_spills(variant: spec.Variant | None, entry: PtxasEntry) -> bool:
@@ -155,6 +105,10 @@ def ptxas_reports(build_dir, kernel_libraries) -> dict[str, str]:
     if not reports:
         pytest.skip("prebuilt kernel libraries: their compile reports are elsewhere")
     return reports
+
+
+def entries_of(reports: dict[str, str]) -> list[PtxasEntry]:
+    return [entry for text in reports.values() for entry in read_ptxas(text)]
 
 
 @pytest.fixture(scope="module")
@@ -197,17 +151,19 @@ def test_kernels_fit_into_shared_memory(kernel_libraries):
             assert resident * kernel["tile"]["ctas_per_sm"] <= 228 * 1024, kernel["id"]
 
 
-def test_kernel_libraries_need_neither_cuda_nor_torch_nor_python(kernel_libraries):
-    for path in kernel_libraries:
-        libraries, _ = check.needed(path)
-        assert "libc.so.6" in libraries, path.name
-        assert not [name for name in libraries if name.startswith(check.FORBIDDEN)], path.name
+def needs_no_gpu_library(path: Path) -> None:
+    libraries, _ = check.needed(path)
+    assert "libc.so.6" in libraries, path.name
+    assert not [name for name in libraries if name.startswith(check.FORBIDDEN)], path.name
 
 
 def test_the_module_needs_neither_cuda_nor_torch():
-    libraries, _ = check.needed(Path(_core.__file__))
-    assert "libc.so.6" in libraries
-    assert not [name for name in libraries if name.startswith(check.FORBIDDEN)]
+    needs_no_gpu_library(Path(_core.__file__))
+
+
+def test_kernel_libraries_need_neither_cuda_nor_torch_nor_python(kernel_libraries):
+    for path in kernel_libraries:
+        needs_no_gpu_library(path)
 
 
 def test_import_loads_no_kernel_library(package_dir):
@@ -235,8 +191,7 @@ def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options,
     assert archs == cmake_options["PREFLASH_ARCHS"].replace("+PTX", "").split(";")
     reported = {
         (variant, entry.arch)
-        for text in ptxas_reports.values()
-        for entry in read_ptxas(text)
+        for entry in entries_of(ptxas_reports)
         if (variant := kernel_id(entry.kernel))
     }
     expected = {
@@ -250,11 +205,8 @@ def test_every_kernel_has_a_ptxas_report(ptxas_reports, compiled, cmake_options,
 def test_registers_are_what_the_launch_bounds_leave(ptxas_reports):
     """A kernel that takes more than its tile's CTAs have would not launch."""
     kernels = {kernel["id"]: kernel for kernel in _core.kernels()}
-    for text in ptxas_reports.values():
-        for entry in read_ptxas(text):
-            found = kernel_id(entry.kernel)
-            if found is None:
-                continue
+    for entry in entries_of(ptxas_reports):
+        if found := kernel_id(entry.kernel):
             tile = kernels[found]["tile"]
             threads = 32 * tile["warps"] * tile["ctas_per_sm"]
             assert 0 < -(-entry.registers // 8) * 8 * threads <= 65536, (found, entry.arch)
@@ -262,7 +214,7 @@ def test_registers_are_what_the_launch_bounds_leave(ptxas_reports):
 
 def test_no_kernel_spills(ptxas_reports, matrix):
     variants = {variant.id: variant for variant in matrix.variants}
-    entries = [entry for text in ptxas_reports.values() for entry in read_ptxas(text)]
+    entries = entries_of(ptxas_reports)
     assert entries
     spilling = []
     for entry in entries:
@@ -275,11 +227,9 @@ def test_no_kernel_spills(ptxas_reports, matrix):
     assert not spilling, "\n".join(spilling)
 
 
-def test_allowed_spills_are_explained_and_used(matrix):
+def test_allowed_spills_are_of_kernels_that_exist(matrix):
     for spill in ALLOWED_SPILLS:
         assert any(spill.covers(variant) for variant in matrix.variants), spill
-        assert spill.spill_bytes > 0, spill
-        assert len(spill.why.split()) >= 5, spill
 
 
 def test_ptxas_warned_of_nothing(ptxas_reports):

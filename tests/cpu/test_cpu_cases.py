@@ -42,39 +42,25 @@ def test_single(case, dtype, backend):
     runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
 
 
-@pytest.mark.parametrize("group", range(1, 18))
-def test_every_group_size(group):
-    case = Case("group", (9, 1, 20), (33, 65, 20), group, 1, 64, mask=MaskKind.CAUSAL, page_size=16)
-    runner.check(build(case), backend="cpu")
+def shapes():
+    """Every group size, page size and head dim, and every edge of a tile."""
+    causal = {"mask": MaskKind.CAUSAL}
+    for group in range(1, 18):
+        yield Case(f"group{group}", (9, 1, 20), (33, 65, 20), group, 1, 64, page_size=16, **causal)
+    for size in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 33, 64, 100, 128, 256):
+        for layout in ("NHD", "HND"):
+            paged = {"page_size": size, "layout": layout, **causal}
+            yield Case(f"page{size}", (9, 1, 70), (33, 257, 70), 4, 2, 64, **paged)
+    for dim in range(8, 257, 8):
+        yield Case(f"dim{dim}", (9, 33), (65, 33), 2, 1, dim, form=KvForm.PADDED, **causal)
+    for qo_len in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129):
+        for kv_len in (1, 31, 63, 64, 65, 127, 128, 129, 192):
+            lens, name = ((qo_len,), (kv_len,)), f"edge{qo_len}_{kv_len}"
+            yield Case(name, *lens, 3, 1, 64, dtype=torch.float32, **causal)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 32, 33, 64, 100, 128, 256])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_every_page_size(page_size, layout):
-    case = Case(
-        "page",
-        (9, 1, 70),
-        (33, 257, 70),
-        4,
-        2,
-        64,
-        page_size=page_size,
-        layout=layout,
-        mask=MaskKind.CAUSAL,
-    )
-    runner.check(build(case), backend="cpu")
-
-
-@pytest.mark.parametrize("dim", range(8, 257, 8))
-def test_every_head_dim(dim):
-    case = Case("dim", (9, 33), (65, 33), 2, 1, dim, form=KvForm.PADDED, mask=MaskKind.CAUSAL)
-    runner.check(build(case), backend="cpu")
-
-
-@pytest.mark.parametrize("qo_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
-@pytest.mark.parametrize("kv_len", [1, 31, 63, 64, 65, 127, 128, 129, 192])
-def test_tile_edges(qo_len, kv_len):
-    case = Case("edge", (qo_len,), (kv_len,), 3, 1, 64, mask=MaskKind.CAUSAL, dtype=torch.float32)
+@pytest.mark.parametrize("case", list(shapes()), ids=lambda case: case.id)
+def test_shapes(case):
     runner.check(build(case), backend="cpu")
 
 

@@ -1,5 +1,6 @@
 """Bits: two runs, any number of threads, any company in the batch, split or not."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,40 +10,29 @@ import sys
 import attention_cases
 import pytest
 import torch
+from cpu_runs import alone, result, rows_of, same
 from preflash.testing import Case, MaskKind, build, reference, runner
 
 SOME = [case for i, case in enumerate(attention_cases.core()) if i % 4 == 1]
 
 
-def result(case: Case, inputs=None, **overrides):
-    inputs = build(case) if inputs is None else inputs
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs, **overrides)
-    return runner.run(wrapper, inputs)
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
 def test_two_runs_of_one_plan(case):
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="cpu")
     assert same(runner.run(wrapper, inputs), runner.run(wrapper, inputs))
 
 
+@pytest.mark.parametrize("split", [{}, {"fixed_split_size": 64}], ids=["auto", "fixed"])
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
-def test_threads_under_a_fixed_split(case):
-    """torch's number of threads, under a split that the planner does not choose."""
+def test_bits_do_not_depend_on_the_number_of_threads(case, split):
     threads = torch.get_num_threads()
     inputs = build(case)
     results = []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            results.append(result(case, inputs, fixed_split_size=64))
+            results.append(result(inputs, **split))
     finally:
         torch.set_num_threads(threads)
     assert same(results[0], results[1])
@@ -71,10 +61,11 @@ def tell(name, *tensors):
     digests[name] = hashlib.sha256(parts).hexdigest()
 for case in cases:
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="cpu")
     tell(case.name, *runner.run(wrapper, inputs))
-    assert (wrapper._plan_info.float_bytes > 0) == (case.name != "disable_split_kv"), case.name
+    positional, options = runner.plan_arguments(inputs)
+    split = wrapper.workspace_size(*positional, **options)[0] > 0
+    assert split == (case.name != "disable_split_kv"), case.name
 one = build(dataclasses.replace(mixed, name="single", qo_lens=(5,), kv_lens=(3000,)))
 tell("single", *runner.single(one, backend="cpu"))
 d = build(decode)
@@ -111,70 +102,37 @@ def test_bits_do_not_depend_on_the_machine():
     assert digests(threads=2, cores=2) == first
 
 
-COMPANY = Case("alone", (1, 40, 5), (333, 200, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+WHOLE = {"disable_split_kv": True}
+MIXED = ((1, 40, 3, 0, 70, 1), (700, 200, 0, 90, 333, 64))  # partials of any number side by side
+MANY = ((64,) + (1,) * 50, (300,) + (20,) * 50)  # a batch of mostly decode requests
+COMPANIES = [
+    *(
+        (Case("paged", (1, 40, 5), (333, 200, 64), 4, 2, 64, page_size=16), policy)
+        for policy in (
+            {"fixed_split_size": 64},
+            {"fixed_split_size": 100},
+            WHOLE,
+            {"fixed_split_size": 4096, **WHOLE},
+        )
+    ),
+    *(
+        (Case("mixed", *MIXED, *heads, 64), policy)
+        for heads in ((2, 2), (6, 2), (8, 2), (128, 1))
+        for policy in ({"fixed_split_size": 64}, WHOLE)
+    ),
+    *((Case("many", *MANY, 4, 1, 64), policy) for policy in ({"fixed_split_size": 128}, WHOLE)),
+]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"fixed_split_size": 64},
-        {"fixed_split_size": 100},
-        {"disable_split_kv": True},
-        {"fixed_split_size": 4096, "disable_split_kv": True},
-    ],
-    ids=str,
-)
-def test_a_request_does_not_see_its_company(policy):
-    inputs = build(COMPANY)
-    together = result(COMPANY, inputs, **policy)
-    begin = 0
-    for i, (qo_len, kv_len) in enumerate(zip(COMPANY.qo_lens, COMPANY.kv_lens, strict=True)):
-        case = Case("one", (qo_len,), (kv_len,), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-        one = build(case)
-        one.q = inputs.q[begin : begin + qo_len]
-        one.cache, one.k, one.v = inputs.cache, inputs.k, inputs.v
-        one.page_table = [inputs.page_table[i]]
-        one.indices = torch.tensor(inputs.page_table[i], dtype=torch.int32)
-        alone = result(case, one, **policy)
-        assert torch.equal(alone[0], together[0][begin : begin + qo_len])
-        assert torch.equal(alone[1], together[1][begin : begin + qo_len])
-        begin += qo_len
-
-
-@pytest.mark.parametrize("split", [{"fixed_split_size": 64}, {"disable_split_kv": True}], ids=str)
-@pytest.mark.parametrize("group", [1, 3, 4, 128])
-def test_decode_and_prefill_together(group, split):
-    """Every request's partials begin where those of the one before it end, whatever it has of them:
-    right, and to the bit what it is alone."""
-    qo_lens, kv_lens = (1, 40, 3, 0, 70, 1), (700, 200, 0, 90, 333, 64)
-    heads = (group, 1) if group > 4 else (2 * group, 2)
-    crowd = Case("mixed", qo_lens, kv_lens, *heads, 64, mask=MaskKind.CAUSAL)
-    inputs = build(crowd)
-    together = result(crowd, inputs, **split)
+@pytest.mark.parametrize(("crowd", "policy"), COMPANIES, ids=lambda part: getattr(part, "id", None))
+def test_a_request_does_not_see_its_company(crowd, policy):
+    """Right, and to the bit what each request is alone."""
+    inputs = build(dataclasses.replace(crowd, mask=MaskKind.CAUSAL))
+    together = result(inputs, **policy)
     runner.compare(inputs, *together).check()
-    row = key = 0
-    for qo_len, kv_len in zip(qo_lens, kv_lens, strict=True):
-        case = Case("one", (qo_len,), (kv_len,), *heads, 64, mask=MaskKind.CAUSAL)
-        one = build(case)
-        rows, keys = slice(row, row + qo_len), slice(key, key + kv_len)
-        one.q, one.k, one.v = inputs.q[rows], inputs.k[keys], inputs.v[keys]
-        alone = result(case, one, **split)
-        assert torch.equal(alone[0], together[0][rows])
-        assert torch.equal(alone[1], together[1][rows])
-        row, key = row + qo_len, key + kv_len
-
-
-def test_company_of_many_short_requests_changes_nothing():
-    """Neighbours that make the batch decode-like must not switch a request to another tile."""
-    lone = Case("lone", (64,), (300,), 4, 1, 64, mask=MaskKind.CAUSAL)
-    crowd = Case("crowd", (64,) + (1,) * 50, (300,) + (20,) * 50, 4, 1, 64, mask=MaskKind.CAUSAL)
-    many = build(crowd)
-    one = build(lone)
-    one.q, one.k, one.v = many.q[:64], many.k[:300], many.v[:300]
-    for policy in ({"disable_split_kv": True}, {"fixed_split_size": 128}):
-        alone, together = result(lone, one, **policy), result(crowd, many, **policy)
-        assert torch.equal(alone[0], together[0][:64])
-        assert torch.equal(alone[1], together[1][:64])
+    for request in range(crowd.batch_size):
+        rows = rows_of(crowd.qo_lens, request)
+        assert same(result(alone(inputs, request), **policy), [part[rows] for part in together])
 
 
 SPLITS = [
@@ -194,8 +152,8 @@ def test_split_and_unsplit_agree(case, dtype, size):
     case = case.with_dtype(dtype)
     inputs = build(case)
     expected = reference(inputs)
-    whole = result(case, inputs, disable_split_kv=True)
-    split = result(case, inputs, fixed_split_size=size)
+    whole = result(inputs, disable_split_kv=True)
+    split = result(inputs, fixed_split_size=size)
     runner.compare(inputs, *whole, expected=expected).check()
     runner.compare(inputs, *split, expected=expected).check()
     if dtype is torch.float32:

@@ -1,5 +1,6 @@
 """fp8 on the CPU: every code of both formats, every rounding to e4m3, and the core cases."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -27,19 +28,25 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(got[finite].view(torch.int32), wanted[finite].view(torch.int32))
 
 
-@pytest.mark.parametrize("subnormals_are_zero", [False, True])
+@contextlib.contextmanager
+def subnormals_are_zero():
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, subnormals_are_zero])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_every_code_of_v(dtype, subnormals_are_zero):
+def test_every_code_of_v(dtype, mode):
     v = CODES.view(dtype).reshape(1, 1, 256)
     wanted = v.float()
     k = torch.zeros(1, 1, 256).to(dtype)
     q = torch.zeros(1, 1, 256)
-    try:
-        if subnormals_are_zero and not torch.set_flush_denormal(True):
-            pytest.skip("this processor has no such mode")
+    with mode():
         got = of_one_key(q, k, v)
-    finally:
-        torch.set_flush_denormal(False)
     # 0 * weight is 0 of either sign.
     assert_same(got + 0.0, wanted + 0.0)
 
@@ -48,12 +55,8 @@ def test_subnormal_halves_where_subnormals_are_zero():
     """float16's own subnormals, which include those of e5m2, keep their bits."""
     v = torch.arange(256, dtype=torch.int16).view(torch.float16).reshape(1, 1, 256)
     q = k = torch.zeros(1, 1, 256, dtype=torch.float16)
-    try:
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this processor has no such mode")
+    with subnormals_are_zero():
         got = of_one_key(q, k, v)
-    finally:
-        torch.set_flush_denormal(False)
     assert torch.equal(got.view(torch.int16), v.view(torch.int16))
 
 
@@ -107,7 +110,7 @@ def test_every_rounding_to_e4m3():
         assert_same(got[0, :, column].float(), wanted)
 
 
-# Where rows are multiples of 16 bytes, and numbers those that 8 bits hold.
+# Cases whose rows are multiples of 16 bytes, and whose numbers 8 bits hold.
 CORE = [
     case
     for case in attention_cases.core()

@@ -1,7 +1,6 @@
 """Logits far beyond 2^24, where one float has no bits left for the weights, against float64.
 
-Every dot product here is exact in float32, so that float64 and torch's own float32 attention agree
-on what is right.
+Every dot product here is exact in float32, so that float64 is what is right.
 """
 
 from dataclasses import dataclass, field
@@ -94,13 +93,6 @@ def check(given: Given, split: dict) -> None:
     np.testing.assert_allclose(lse.double().numpy(), expected_lse, rtol=3e-7, atol=1e-5)
 
 
-def torch_float32(given: Given) -> np.ndarray:
-    q, k, v = (x.float().transpose(0, 1)[None] for x in given.tensors())
-    mask = torch.from_numpy(given.keep())
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(q, k, v, mask, scale=given.scale)[0, 0].numpy()
-
-
 # ---- what the keys look like, as multiples of the largest
 
 
@@ -158,14 +150,6 @@ def test_patterns(pattern, magnitude, place, dtype, split):
     if dtype == torch.bfloat16 and pattern in ("rising", "falling"):
         pytest.skip("float16 values round to ties in bfloat16")
     check(place(magnitude, PATTERNS[pattern], dtype), split)
-
-
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("pattern", ["ties", "two win, in two tiles", "alternating"])
-def test_float64_is_what_torch_computes(pattern, magnitude):
-    """The yardstick above is torch's: where its float32 is finite, the two agree."""
-    given = in_data(magnitude, PATTERNS[pattern], torch.float32)
-    np.testing.assert_allclose(torch_float32(given), given.expected()[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

@@ -3,6 +3,7 @@ says of the copies, and how launches bind to them, is the same on every backend.
 
 import dataclasses
 
+import preflash
 import prepass_policy
 import pytest
 import torch
@@ -48,31 +49,33 @@ def always_prepass():
         yield
 
 
+def is_copied(wrapper) -> bool:
+    return wrapper.variant.startswith("prepass+")
+
+
 @pytest.mark.parametrize("change", list(variations()), ids=str)
 def test_numbers(change):
     case = dataclasses.replace(BASE, **change)
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    wrapper._float_workspace_buffer.fill_(0xFF)  # NaN
+    nan = runner.workspace().fill_(0xFF)
+    wrapper = runner.make_wrapper(case, backend="cpu", buffer=nan)
     runner.plan(wrapper, inputs)
-    assert wrapper._plan.primary.plan.has_prepass
-    out, lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, out, lse).check()
+    assert is_copied(wrapper)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize("case", random_prepass_cases(40, seed=77), ids=lambda case: case.id)
 def test_random_cases(case):
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", 1 << 28))
-    runner.plan(wrapper, inputs)
-    assert wrapper._plan.primary.plan.has_prepass
+    wrapper = runner.planned(inputs, backend="cpu", size=1 << 28)
+    assert is_copied(wrapper)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @pytest.mark.parametrize("kv_dtype", [None, E4M3])
 def test_single(kv_dtype):
-    case = Case("single", (70,), (133,), 4, 2, 64, position=Position.ROPE, kv_dtype=kv_dtype,
-                mask=MaskKind.CAUSAL)  # fmt: skip
+    case = dataclasses.replace(BASE, qo_lens=(70,), kv_lens=(133,), position=Position.ROPE)
+    case = dataclasses.replace(case, kv_dtype=kv_dtype)
     inputs = build(case)
     runner.compare(inputs, *runner.single(inputs, backend="cpu")).check()
 
@@ -81,8 +84,7 @@ def test_queries_in_place():
     """Q is rotated where its results go, also where they go into q itself."""
     case = dataclasses.replace(BASE, position=Position.ROPE)
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="cpu")
     out, _ = runner.run(wrapper, inputs)
     q = inputs.q.clone()
     wrapper.run(q, inputs.k, inputs.v, out=q)
@@ -94,10 +96,8 @@ def test_the_workspace_is_large_enough_or_nothing_is_copied():
     inputs = build(case)
     copies = 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
     for size, copied in ((copies - 128, False), (32 << 20, True)):
-        buffer = runner.workspace("cpu", size)
-        wrapper = runner.make_wrapper(case, backend="cpu", buffer=buffer)
-        runner.plan(wrapper, inputs)
-        assert wrapper._plan.primary.plan.has_prepass is copied
+        wrapper = runner.planned(inputs, backend="cpu", size=size)
+        assert is_copied(wrapper) is copied
         assert wrapper.variant.startswith("prepass+cpu_bf16_d512" if copied else "cpu_bf16_kve4m3")
         assert wrapper.variant in repr(wrapper)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
@@ -111,17 +111,15 @@ def test_workspace_size_counts_the_copies():
     needed, _ = wrapper.workspace_size(*positional, **options)
     assert needed >= 2 * sum(case.kv_lens) * case.num_kv_heads * case.head_dim * 2
     for size, copied in ((needed, True), (needed - 128, False)):
-        wrapper = runner.make_wrapper(case, backend="cpu", buffer=runner.workspace("cpu", size))
-        runner.plan(wrapper, inputs)
-        assert wrapper._plan.primary.plan.has_prepass is copied
+        wrapper = runner.planned(inputs, backend="cpu", size=size)
+        assert is_copied(wrapper) is copied
 
 
 def test_factors_of_heads_are_applied_without_copies():
     case = dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
-    assert wrapper._plan.primary.plan.has_prepass
+    wrapper = runner.planned(inputs, backend="cpu")
+    assert is_copied(wrapper)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     single = build(dataclasses.replace(case, qo_lens=(40,), kv_lens=(170,)))
     runner.compare(single, *runner.single(single, backend="cpu")).check()
@@ -130,15 +128,13 @@ def test_factors_of_heads_are_applied_without_copies():
 def test_a_wrapper_of_cuda_graphs_copies_nothing():
     case = dataclasses.replace(BASE, kv_dtype=E4M3)
     inputs = build(case)
-    from preflash import BatchPrefillWithRaggedKVCacheWrapper
-
-    wrapper = BatchPrefillWithRaggedKVCacheWrapper(
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
         runner.workspace(), use_cuda_graph=True,
         qo_indptr_buf=torch.empty(5, dtype=torch.int32),
         kv_indptr_buf=torch.empty(5, dtype=torch.int32), backend="cpu",
     )  # fmt: skip
     runner.plan(wrapper, inputs)
-    assert not wrapper._plan.primary.plan.has_prepass
+    assert not is_copied(wrapper)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 

@@ -1,21 +1,7 @@
 """Ctrl-C in the middle of a run, and worker processes of a DataLoader."""
 
-import subprocess
-import sys
-import textwrap
-
-
-def python(code: str) -> None:
-    """In a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
+import pytest
+from cpu_runs import python
 
 LONG = """
     import os, signal, threading, time
@@ -54,12 +40,9 @@ LONG = """
 """
 
 
-def test_control_c_ends_a_run():
-    python(LONG.format(threads=1))
-
-
-def test_control_c_ends_a_run_on_threads():
-    python(LONG.format(threads=3))
+@pytest.mark.parametrize("threads", [1, 3])
+def test_control_c_ends_a_run(threads):
+    python(LONG.format(threads=threads))
 
 
 def test_other_signals_are_handled_meanwhile():

@@ -2,24 +2,21 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import sysconfig
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import attention_cases
+import cpu_runs
 import preflash
 import pytest
 import torch
+from cpu_runs import python, same
 from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
 CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-SOME = [CASE, *(case for i, case in enumerate(attention_cases.core()) if i % 16 == 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,34 +36,15 @@ def use_threads(num_threads):
     torch.set_num_threads(num_threads)
 
 
-def result(case, inputs, num_threads):
+def result(inputs, num_threads):
     use_threads(num_threads)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
-    return runner.run(wrapper, inputs)
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return cpu_runs.result(inputs)
 
 
 def in_threads(*functions):
     """Runs the functions at once, each in its own Python thread; returns their results."""
     with ThreadPoolExecutor(len(functions)) as pool:
         return [future.result() for future in [pool.submit(f) for f in functions]]
-
-
-def python(code: str, **environment: str) -> str:
-    """Runs code in a new process and returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # Whole calls
@@ -111,26 +89,18 @@ def test_every_call_has_its_own_number_of_threads(monkeypatch):
     inputs = build(CASE)
 
     def call(num_threads):
-        result(CASE, inputs, num_threads)
+        result(inputs, num_threads)
         return seen[threading.get_ident()]
 
     assert in_threads(lambda: call(1), lambda: call(3)) == [1, 3]
 
 
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
-def test_bits_do_not_depend_on_the_number_of_threads(case):
-    inputs = build(case)
-    alone = result(case, inputs, 1)
-    for count in (2, 4, 7):
-        assert same(result(case, inputs, count), alone), count
-
-
 def test_bits_do_not_depend_on_other_callers():
     inputs = build(CASE)
-    alone = result(CASE, inputs, 1)
+    alone = result(inputs, 1)
 
     def many(num_threads):
-        return all(same(result(CASE, inputs, num_threads), alone) for _ in range(15))
+        return all(same(result(inputs, num_threads), alone) for _ in range(15))
 
     assert all(in_threads(*(lambda n=n: many(n) for n in (1, 2, 4, 7))))
 
@@ -139,9 +109,7 @@ def test_threads_that_share_a_wrapper():
     """Partials of split keys are of one run each, whichever of the wrapper's plans it is."""
     case = Case("split", (30,), (3000,), 4, 2, 64, fixed_split_size=256)
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
-    assert wrapper._plan_info.float_bytes > 0
+    wrapper = runner.planned(inputs, backend="cpu")
     others = [torch.randn_like(inputs.q) for _ in range(4)]
 
     def results(q):
@@ -161,8 +129,7 @@ def test_threads_that_bind_launches_of_one_wrapper():
     """More strides, and more windows, than a wrapper keeps, each seen first by any thread."""
     case = Case("shared", (3, 2), (40, 30), 2, 1, 32, mask=MaskKind.CAUSAL)
     inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="cpu")
     k, v = inputs.k, inputs.v
     usual = wrapper.run(inputs.q, k, v)
     windows = {window: wrapper.run(inputs.q, k, v, window_left=window) for window in range(12)}
@@ -204,26 +171,6 @@ def test_packing_and_merging_beside_other_callers():
     alone = both(1)
     for got in in_threads(*(lambda n=n: both(n) for n in (1, 2, 4, 7))):
         assert same(got, alone)
-
-
-def test_a_forked_child_starts_its_own_threads():
-    python("""
-import os, torch
-from preflash.testing import Case, build, runner
-torch.set_num_threads(3)
-case = Case("fork", (70, 3), (300, 200), 4, 2, 64)
-inputs = build(case)
-wrapper = runner.make_wrapper(case, backend="cpu")
-runner.plan(wrapper, inputs)
-before = runner.run(wrapper, inputs)
-for _ in range(3):
-    child = os.fork()
-    if child == 0:
-        got = runner.run(wrapper, inputs)
-        os._exit(0 if all(torch.equal(a, b) for a, b in zip(got, before)) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-assert all(torch.equal(a, b) for a, b in zip(runner.run(wrapper, inputs), before))
-""")
 
 
 # The pool on its own: indices that sleep, so that a loaded machine changes nothing
@@ -351,26 +298,6 @@ def test_info_tells_of_an_unknown_instruction_set():
     line = next(line for line in lines if line.startswith("CPU "))
     assert "avx1024" in line
     assert "generic, avx2 or avx512" in line
-
-
-def test_a_launch_passes_on_what_was_thrown():
-    """The planner's own door to the CPU kernels does not ask for the instruction set first."""
-    code = """
-import numpy as np
-from preflash_harness import planner
-zeros = np.zeros(4096, np.float32)
-x = zeros.ctypes.data
-case = dict(qo_indptr=[0, 2], kv_indptr=[0, 2], num_qo_heads=1, num_kv_heads=1, tile_m=64,
-            tile_n=64, num_sms=1, ctas_per_sm=1, causal=False, window_left=-1,
-            float_workspace_bytes=0)
-try:
-    planner.attend(x, x, x, x, x, **case)
-except RuntimeError as error:
-    print(error)
-"""
-    assert "attend failed: PREFLASH_CPU_ISA is 'avx1024'" in python(
-        code, PREFLASH_CPU_ISA="avx1024"
-    )
 
 
 @pytest.mark.parametrize("isa", ["", "generic", "avx512"])

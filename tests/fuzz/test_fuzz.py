@@ -1,12 +1,14 @@
-"""The fuzzer notices faults: each is put between the library and the fuzzer, and the printed
-commands find it again, and find nothing once it is gone."""
+"""The fuzzer notices faults of the wrappers and of every `--call NAME`: each is put between the
+library and the fuzzer, and the printed commands find it again, and nothing once it is gone."""
 
+import functools
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import preflash
 import pytest
 import torch
 from preflash.testing import runner
@@ -198,22 +200,24 @@ PLAN_FAULTS = {
 def finds_again(monkeypatch, capsys):
     """The fault is found, the printed commands find it again, and do not without it."""
 
-    def find(function: str, fault, message: str) -> list[list[str]]:
+    def find(faults, message, *call, fuzz=250, seed="3", work=3e6) -> list[list[str]]:
         monkeypatch.setattr(command, "_MOST_FAILURES", 1)
-        monkeypatch.setattr(calls, "_WORK", 3e6)
-        monkeypatch.setattr(runner, function, fault)
-        assert command.main(["--backend", "cpu", "--fuzz", "250", "--seed", "3"]) == 1
-        printed = capsys.readouterr().out
-        found = commands(printed)
-        assert len(found) in (1, 2), printed
-        assert re.search(message, printed), printed
-        for arguments in found:
-            assert command.main(arguments) == 1, arguments
-            again = capsys.readouterr().out
-            assert "FAILED" in again
-            assert commands(again)[0] == arguments
-        monkeypatch.setattr(runner, "plan", HONEST_PLAN)
-        monkeypatch.setattr(runner, "run", HONEST_RUN)
+        monkeypatch.setattr(calls, "_WORK", work)
+        asked = ["--backend", "cpu", *call]
+        with monkeypatch.context() as patch:
+            for owner, name, fault in faults:
+                patch.setattr(owner, name, fault)
+            assert command.main([*asked, "--fuzz", str(fuzz), "--seed", seed]) == 1
+            printed = capsys.readouterr().out
+            found = commands(printed)
+            assert len(found) in (1, 2), printed
+            assert re.search(message, printed), printed
+            for arguments in found:
+                assert arguments[: len(asked)] == asked
+                assert command.main(arguments) == 1, arguments
+                again = capsys.readouterr().out
+                assert "FAILED" in again
+                assert commands(again)[0] == arguments
         for arguments in found:
             assert command.main(arguments) == 0, arguments
         capsys.readouterr()
@@ -224,17 +228,16 @@ def finds_again(monkeypatch, capsys):
 
 @pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_of_run_is_found(finds_again, fault):
-    finds_again("run", fault, RUN_FAULTS[fault])
+    finds_again([(runner, "run", fault)], RUN_FAULTS[fault])
 
 
 @pytest.mark.parametrize("option", PLAN_FAULTS)
 def test_a_fault_of_plan_is_found(finds_again, option):
-    finds_again("plan", PLAN_FAULTS[option], "out:|lse:")
+    finds_again([(runner, "plan", PLAN_FAULTS[option])], "out:|lse:")
 
 
 def test_a_wrong_number_is_shrunk(finds_again):
-    found = finds_again("run", wrong_number, "outside their bound")
-    _, smaller = found
+    _, smaller = finds_again([(runner, "run", wrong_number)], "outside their bound")
     problem = problems.parse(smaller[-1])
     assert problem.case.qo_lens == (1,)
     assert problem.case.num_qo_heads == 1
@@ -242,10 +245,189 @@ def test_a_wrong_number_is_shrunk(finds_again):
     assert len(problem.text) < 100
 
 
-def test_a_command_line_that_passes(capsys):
-    assert command.main(["--backend", "cpu", "--fuzz", "5", "--seed", "8:40"]) == 0
+FMHA, CUDNN = "trtllm_fmha_v2_prefill", "cudnn_batch_prefill_with_kv_cache"
+APPEND = "append_paged_kv_cache"
+
+
+def scaled(out: torch.Tensor) -> torch.Tensor:
+    return (out.float() * 0.5).to(out.dtype)  # 8-bit numbers cannot be multiplied
+
+
+def halved_fmha(**arguments):
+    result = preflash.prefill.trtllm_fmha_v2_prefill(**arguments)
+    return (scaled(result[0]), result[1]) if isinstance(result, tuple) else scaled(result)
+
+
+HONEST_CUDNN = preflash.prefill.cudnn_batch_prefill_with_kv_cache
+
+
+def halved_cudnn(**arguments):
+    out, lse = HONEST_CUDNN(**arguments)
+    return scaled(out), lse
+
+
+def with_argument(name, value):
+    return lambda **arguments: HONEST_CUDNN(**{**arguments, name: value})
+
+
+def last_row(**arguments):
+    given = arguments["out"]
+    out, lse = HONEST_CUDNN(**arguments)
+    if given is not None:
+        given[-1:] = 0.0
+    return out, lse
+
+
+def padded_with_zeros(**arguments):
+    out, lse = HONEST_CUDNN(**arguments)
+    return out, None if lse is None else lse.masked_fill_(lse == -torch.inf, 0.0)
+
+
+def other_lse(**arguments):
+    out, lse = HONEST_CUDNN(**arguments)
+    return out, None if lse is None else lse.clone()
+
+
+def without(name, neutral):
+    """Drops a keyword of run() of the wrappers for prefill and decode."""
+
+    def fault(honest, *args, **options):
+        return honest(*args, **options | ({name: neutral} if name in options else {}))
+
+    return fault
+
+
+def halved_decode(honest, *args, **options):
+    prefill, decode = honest(*args, **options)
+    out_of(decode).copy_(scaled(out_of(decode)))
+    return prefill, decode
+
+
+def sides_changed(honest, *args, **options):
+    prefill, decode = honest(*args, **options)
+    return decode, prefill
+
+
+def written_queries(honest, *args, **options):
+    returned = honest(*args, **options)
+    args[0].untyped_storage()[:1] = 7
+    return returned
+
+
+def written_padding_of_decode(honest, *args, **options):
+    """The last row of q is nobody's if it is garbage."""
+    returned = honest(*args, **options)
+    if bool(args[-2][-1:].isnan().any()):
+        out_of(returned[1])[-1:] = 0
+    return returned
+
+
+def of_pod(fault):
+    """The fault in either wrapper's run()."""
+    for name in ("PODWithPagedKVCacheWrapper", "BatchPODWithPagedKVCacheWrapper"):
+        made = getattr(preflash, name)
+
+        def run(self, *args, honest=made.run, **options):
+            return fault(functools.partial(honest, self), *args, **options)
+
+        yield made, "run", run
+
+
+def of_decode(name):
+    """The option dropped by the decode wrapper."""
+    made = preflash.BatchDecodeWithPagedKVCacheWrapper
+    method = "run" if name in ("sinks", "k_scale") else "plan"
+    honest, neutral = getattr(made, method), {name: -1 if name == "window_left" else None}
+    return [(made, method, lambda self, *args, **options: honest(self, *args, **options | neutral))]
+
+
+HONEST_APPEND = preflash.page.append_paged_kv_cache
+
+
+def spilled(key, value, owners, positions, cache, **table):
+    HONEST_APPEND(key, value, owners, positions, cache, **table)
+    first = cache if isinstance(cache, torch.Tensor) else cache[0]
+    torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())[-1] ^= 1
+
+
+def without_last(key, value, owners, positions, cache, **table):
+    owners = owners.clone()
+    owners[owners >= 0] = torch.where(owners == owners.max(), -1, owners)[owners >= 0]
+    HONEST_APPEND(key, value, owners, positions, cache, **table)
+
+
+CALL_FAULTS = [
+    (FMHA, [(preflash, FMHA, halved_fmha)], "outside their bound"),
+    *(
+        (CUDNN, [(preflash, CUDNN, fault)], message)
+        for fault, message in (
+            (halved_cudnn, "outside their bound"),
+            (with_argument("lse_base", "ln"), "lse: .* outside"),
+            (with_argument("causal", False), "out: .* outside"),
+            (with_argument("k_scale", None), "outside their bound"),
+            (last_row, "rows that no request has are written"),
+            (padded_with_zeros, "are not -inf"),
+            (other_lse, "lse is not the tensor that was given"),
+        )
+    ),
+    *(
+        ("pod", [*of_pod(fault)], message)
+        for fault, message in (
+            (without("causal_p", False), "prefill: (out|lse):"),
+            (without("custom_mask_p", None), "prefill: (out|lse):"),
+            (without("packed_custom_mask_p", None), "prefill: (out|lse):"),
+            (without("sm_scale_p", None), "prefill: (out|lse):"),
+            (without("window_left_p", -1), "prefill: (out|lse):"),
+            (without("k_scale", None), "decode: (out|lse):"),
+            (without("v_scale", None), "decode: out:"),
+            (without("lse_base", "log2"), "lse:"),
+            (halved_decode, "decode: out:"),
+            (sides_changed, "prefill: out"),
+            (written_queries, "prefill: q, an input, was written"),
+            (written_padding_of_decode, "decode: out: .* elements around it were written"),
+        )
+    ),
+    *(
+        ("decode", of_decode(name), "out:|lse:")
+        for name in ("window_left", "logits_soft_cap", "sm_scale", "sinks", "k_scale")
+    ),
+    *(
+        (APPEND, [(preflash, APPEND, fault)], "bytes differ from a loop's")
+        for fault in (spilled, without_last)
+    ),
+]
+# Problems of a call, how many operations each may take, and the seed.
+SEARCHES = {
+    FMHA: (9, 3e6, "8:40"),
+    CUDNN: (100, 1e6, "3"),
+    "pod": (100, 2e6, "3"),
+    "decode": (150, 2e6, "3"),
+    APPEND: (20, 3e6, "3"),
+}
+
+
+@pytest.mark.parametrize(("call", "faults", "message"), CALL_FAULTS)
+def test_a_fault_of_a_call_is_found(finds_again, call, faults, message):
+    fuzz, work, seed = SEARCHES[call]
+    finds_again(faults, message, "--call", call, fuzz=fuzz, work=work, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("call", "count", "seed"),
+    [
+        *((call, 5, "8:40") for call in (None, FMHA)),
+        *(
+            (call, count, "21")
+            for call, count in ((CUDNN, 80), ("pod", 50), (APPEND, 60), ("decode", 80))
+        ),
+    ],
+)
+def test_problems_that_pass(monkeypatch, capsys, call, count, seed):
+    monkeypatch.setattr(calls, "_WORK", 3e6)
+    named = [] if call is None else ["--call", call]
+    assert command.main(["--backend", "cpu", *named, "--fuzz", str(count), "--seed", seed]) == 0
     out = capsys.readouterr().out
-    assert "cpu on cpu: 5 passed, 0 failed" in out
+    assert f"cpu on cpu: {count} passed, 0 failed" in out
     assert "all good" in out
 
 
@@ -256,25 +438,14 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     assert "head_dim 512 is not compiled" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--fuzz", "0"], "--fuzz 0"),
-        (["--fuzz", "1", "--seed", "one"], "--seed one"),
-        (["--fuzz", "1", "--seed", "1:-2"], "--seed 1:-2"),
-        ([], "one of them"),
-        (["--problem", "qo_lens=1"], "--problem"),
-        (["--problem", "qo_lens=1 kv_lens=2", "--fuzz", "1"], "one of them"),
-        (["--seed", "4"], "--seed"),
-        (["--call", "trtllm_fmha_v2_prefill"], "--call"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(capsys, arguments, message):
-    assert command.main(["--backend", "cpu", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def words(**fields: str) -> str:
+    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
-SENSE = {"qo_lens": "3", "kv_lens": "5"}
+def problem(**fields: str) -> list[str]:
+    return ["--problem", words(**{"qo_lens": "3", "kv_lens": "5"} | fields)]
+
+
 NONSENSE = {
     "num_kv_heads": "0",
     "num_qo_heads": "0",
@@ -294,33 +465,35 @@ NONSENSE = {
     "threads": "0",
     "padding": "-1",
 }
-
-
-def words(**fields: str) -> str:
-    return " ".join(f"{name}={value}" for name, value in fields.items())
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_a_problem_that_is_none(capsys, name):
-    text = words(**SENSE | {name: NONSENSE[name]})
-    assert command.main(["--backend", "cpu", "--problem", text]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"fuzz: --problem: {name}={NONSENSE[name]}: must be ")
+MANY = ",".join(["1"] * 600)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("arguments", "message"),
     [
-        {"qo_lens": "1000000", "kv_lens": "1000"},
-        {"kv_lens": "1000000", "head_dim": "512"},
-        {"kv_lens": ",".join(["1"] * 600), "qo_lens": ",".join(["1"] * 600), "page_size": "65536"},
+        (["--fuzz", "0"], "--fuzz 0"),
+        (["--fuzz", "1", "--seed", "one"], "--seed one"),
+        (["--fuzz", "1", "--seed", "1:-2"], "--seed 1:-2"),
+        ([], "one of them"),
+        (["--problem", "qo_lens=1"], "--problem"),
+        ([*problem(), "--fuzz", "1"], "one of them"),
+        (["--seed", "4"], "--seed"),
+        (["--call", FMHA], "--call"),
+        *(
+            (problem(**{name: value}), f"fuzz: --problem: {name}={value}: must be ")
+            for name, value in NONSENSE.items()
+        ),
+        (problem(qo_lens="1000000", kv_lens="1000"), "must be at most"),
+        (problem(kv_lens="1000000", head_dim="512"), "must be at most"),
+        (problem(qo_lens=MANY, kv_lens=MANY, page_size="65536"), "must be at most"),
     ],
-    ids=["pairs", "keys", "pages"],
+    ids=lambda part: str(part)[:60],
 )
-def test_a_problem_that_is_too_large(capsys, fields):
-    assert command.main(["--backend", "cpu", "--problem", words(**SENSE | fields)]) == 2
-    assert "must be at most" in capsys.readouterr().err
+def test_refusals(capsys, arguments, message):
+    assert command.main(["--backend", "cpu", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err
 
 
 def test_every_random_problem_can_be_spelled_out():

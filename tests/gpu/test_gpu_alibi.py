@@ -76,8 +76,7 @@ def test_a_far_key_of_nan_is_no_weightless_one(backend):
     case = Case("nan", (130,), (4000,), 2, 2, 128, mask=MaskKind.CAUSAL, position=Position.ALIBI)
     inputs = build(case, device="cuda")
     inputs.k[100, 0] = math.nan
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=backend)
     out, lse = runner.run(wrapper, inputs)
     assert out[:, 0].isnan().all()
     assert lse[:, 0].isnan().all()

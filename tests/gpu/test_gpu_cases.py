@@ -3,9 +3,9 @@
 import attention_cases
 import pytest
 import torch
-from backends import backends_and_cases, on_every_backend
+from backends import backends_and_cases, on_every_backend, planned
 from fuzz.random_cases import random_cases
-from preflash.testing import Case, KvForm, MaskKind, build, reference, runner
+from preflash.testing import Case, KvForm, MaskKind, build, runner
 
 pytestmark = pytest.mark.gpu
 
@@ -37,31 +37,12 @@ def test_tiny(backend, case):
     runner.check(build(case, device="cuda"), backend=backend)
 
 
-@pytest.mark.parametrize(("backend", "case"), backends_and_cases(attention_cases.core()[::3]))
-def test_the_cpu_agrees(backend, case):
-    """Both within their bounds of one oracle, on the same numbers."""
-    on_gpu = build(case, device="cuda")
-    on_cpu = build(case)
-    expected = reference(on_cpu)
-    runner.check(on_cpu, backend="cpu", expected=expected)
-    there = expected.map(torch.Tensor.cuda)
-    runner.check(on_gpu, backend=backend, expected=there)
-
-
 @on_every_backend
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 def test_index_device(backend, page_size, index_device):
-    case = Case(
-        "index",
-        (33, 5, 0, 70),
-        (40, 90, 7, 70),
-        4,
-        2,
-        128,
-        page_size=page_size,
-        mask=MaskKind.CAUSAL,
-    )
+    lens = (33, 5, 0, 70), (40, 90, 7, 70)
+    case = Case("index", *lens, 4, 2, 128, page_size=page_size, mask=MaskKind.CAUSAL)
     runner.check(build(case, device="cuda", index_device=index_device), backend=backend)
 
 
@@ -90,85 +71,43 @@ def test_single(backend, case):
     runner.compare(inputs, out, lse).check()
 
 
-@on_every_backend
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 17, 32, 64, 71, 200])
-@pytest.mark.parametrize("qo_len", [1, 9])
-def test_every_group_size(backend, group, qo_len):
-    """Also groups that fill no tile evenly, and groups larger than a tile of packed rows."""
-    case = Case(
-        "group", (qo_len, 1, 20), (333, 65, 20), group, 1, 128, mask=MaskKind.CAUSAL, page_size=16
-    )
-    runner.check(build(case, device="cuda"), backend=backend)
+PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 32, 40, 64, 100, 112, 128, 256, 1000)
 
 
-PAGE_SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 32, 40, 64, 100, 112, 128, 256, 1000]
-
-
-@on_every_backend
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_every_page_size(backend, page_size, layout):
-    case = Case(
-        "page",
-        (9, 1, 170),
-        (33, 257, 1170),
-        4,
-        2,
-        128,
-        page_size=page_size,
-        layout=layout,
-        mask=MaskKind.CAUSAL,
-    )
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("dim", range(8, 257, 8))
-@pytest.mark.parametrize("qo_len", [1, 140])
-def test_every_head_dim(backend, dim, qo_len):
-    case = Case("dim", (qo_len, 33), (165, 33), 2, 1, dim, form=KvForm.PADDED, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("qo_len", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257])
-@pytest.mark.parametrize("causal", [False, True])
-def test_tile_edges(backend, qo_len, causal):
-    """Every key length around the tile sizes at once, as requests of one batch."""
+def shapes():
+    causal = {"mask": MaskKind.CAUSAL}
+    # Also groups that fill no tile evenly, and groups larger than a tile of packed rows.
+    for group in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 17, 32, 64, 71, 200):
+        for qo_len in (1, 9):
+            lens = (qo_len, 1, 20), (333, 65, 20)
+            yield Case("group", *lens, group, 1, 128, page_size=16, **causal)
+    for page_size in PAGE_SIZES:
+        for layout in ("NHD", "HND"):
+            paged = {"page_size": page_size, "layout": layout, **causal}
+            yield Case("page", (9, 1, 170), (33, 257, 1170), 4, 2, 128, **paged)
+    for dim in range(8, 257, 8):
+        for qo_len in (1, 140):
+            yield Case("dim", (qo_len, 33), (165, 33), 2, 1, dim, form=KvForm.PADDED, **causal)
+    # Every key length around the tile sizes at once, as requests of one batch.
     kv_lens = (1, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
-    mask = MaskKind.CAUSAL if causal else MaskKind.NONE
-    case = Case("edge", (qo_len,) * len(kv_lens), kv_lens, 3, 1, 128, mask=mask)
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_a_long_batch(backend, page_size):
-    """More work items than CTAs, mixed lengths, several waves."""
+    for qo_len in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257):
+        for mask in (MaskKind.NONE, MaskKind.CAUSAL):
+            yield Case("edge", (qo_len,) * len(kv_lens), kv_lens, 3, 1, 128, mask=mask)
+    # More work items than CTAs, mixed lengths, several waves.
     lens = tuple(1 + (i * 911) % 2300 for i in range(40))
-    case = Case("long", lens, lens, 8, 2, 128, page_size=page_size, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend=backend)
+    for page_size in (0, 16):
+        yield Case("long", lens, lens, 8, 2, 128, page_size=page_size, **causal)
+    # Few requests need KV splits to fill the machine, many do not.
+    for batch, longest in ((1, 9001), (3, 9001), (300, 1500)):
+        kv_lens = tuple(1 + (i * 733 + 5000) % longest for i in range(batch))
+        yield Case("decode", (1,) * batch, kv_lens, 8, 1, 128, page_size=16, **causal)
+    for qo_len in (1, 100):
+        yield Case("context", (qo_len,), (50_000,), 4, 1, 128, page_size=1, **causal)
+    yield Case("heads", (70, 3), (90, 400), 128, 128, 128, **causal)
 
 
-@on_every_backend
-@pytest.mark.parametrize(("batch", "longest"), [(1, 9001), (3, 9001), (300, 1500)])
-def test_decode_batches(backend, batch, longest):
-    """Few requests need KV splits to fill the machine, many do not."""
-    kv_lens = tuple(1 + (i * 733 + 5000) % longest for i in range(batch))
-    case = Case("decode", (1,) * batch, kv_lens, 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("qo_len", [1, 100])
-def test_a_single_long_context(backend, qo_len):
-    case = Case("context", (qo_len,), (50_000,), 4, 1, 128, page_size=1, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-def test_many_heads(backend):
-    case = Case("heads", (70, 3), (90, 400), 128, 128, 128, mask=MaskKind.CAUSAL)
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(shapes()))
+def test_shapes(backend, case):
     runner.check(build(case, device="cuda"), backend=backend)
 
 
@@ -178,9 +117,7 @@ def test_more_requests_than_a_grid_dimension(backend):
     qo_lens = tuple(1 if i % 64 == 0 else 0 for i in range(65_537))
     kv_lens = tuple(3 if i % 32 == 0 else 0 for i in range(65_537))
     case = Case("requests", qo_lens, kv_lens, 2, 1, 128)
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(case, backend)
     out, lse = runner.run(wrapper, inputs)
     for i in (0, 64, 640, 65_536):
         row = sum(qo_lens[:i])

@@ -3,13 +3,13 @@
 import preflash
 import pytest
 import torch
-from backends import on_every_backend
+from backends import captured, on_every_backend, planned
 from preflash.testing import Case, MaskKind, build, reference, runner
 
 pytestmark = pytest.mark.gpu
 
 HEADS = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128}
-# As many queries in all, so that nothing but the plan changes; the last splits its keys.
+# Batches of equally many queries, so that only the plan changes; the last splits its keys.
 BATCHES = [
     ((33, 5, 0, 170), (400, 90, 7, 170)),
     ((100, 100, 8), (100, 0, 3000)),
@@ -68,9 +68,7 @@ def test_every_plan_counts(backend, mode, page_size):
 def test_a_model_of_layers(backend):
     """Append, attend and merge in one compiled function, over a cache that is written in place."""
     case = Case("layers", (17, 1, 40), (50, 33, 40), page_size=16, mask=MaskKind.CAUSAL, **HEADS)
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(case, backend)
     table = [inputs.indices.cuda(), inputs.kv_indptr.cuda(), inputs.last_page_len.cuda()]
     appended = inputs.qo_indptr.cuda()
     tokens = inputs.q.shape[0]
@@ -121,9 +119,7 @@ def test_single_requests(backend):
 def test_a_capture_by_hand(backend):
     """A compiled function can be captured like run(); the graph has the plan of that time."""
     case = Case("captured", (33, 5), (400, 90), page_size=16, **HEADS)
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(case, backend)
 
     def layer(q, k, v):
         return wrapper.run(q * 1, (k, v)) * 1
@@ -136,9 +132,7 @@ def test_a_capture_by_hand(backend):
         for _ in range(3):
             compiled(*tensors)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = compiled(*tensors)
+    graph, out = captured(lambda: compiled(*tensors))
     for factor in (1.0, -0.5):
         tensors[0].copy_(inputs.q * factor)
         graph.replay()
@@ -148,9 +142,7 @@ def test_a_capture_by_hand(backend):
 def test_no_wait_for_the_gpu():
     """A call of a compiled function, like run(), waits for nothing."""
     case = Case("sync", (33, 5), (400, 90), page_size=16, **HEADS)
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend="fa2", device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(case, "fa2")
     compiled = torch.compile(lambda q, k, v: wrapper.run(q * 1, (k, v)) + 1, fullgraph=True)
     tensors = (inputs.q, *inputs.cache)
     expected = compiled(*tensors)

@@ -7,7 +7,7 @@ import prepass_policy
 import pytest
 import torch
 import wrapper_options
-from backends import backends_and_cases, on_every_backend
+from backends import backends_and_cases, captured, on_every_backend
 from converted_cases import CASES, E4M3, E5M2, OPTIONS, ROPE, WHAT, large_prefill
 from preflash.testing import Case, MaskKind, build, runner
 
@@ -21,7 +21,7 @@ def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer, **options)
     with prepass_policy.forced(policy):
         runner.plan(wrapper, inputs)
-    assert not wrapper._plan.primary.plan.has_prepass
+    assert "prepass+" not in wrapper.variant
     return wrapper, inputs
 
 
@@ -79,9 +79,7 @@ def test_captured_runs(backend, what, head_dim, mask, page_size):
     again, lse_again = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
     q = torch.zeros_like(inputs.q)
     still = dataclasses.replace(inputs, q=q)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner.run(wrapper, still, out=again, lse=lse_again)
+    graph, _ = captured(lambda: runner.run(wrapper, still, out=again, lse=lse_again))
     q.copy_(inputs.q)
     runner.plan(wrapper, inputs)
     graph.replay()

@@ -2,13 +2,13 @@
 
 import dataclasses
 import gc
+import itertools
 import math
 
-import attention_cases
 import preflash
 import pytest
 import torch
-from backends import backends_and_cases, on_every_backend
+from backends import backends_and_cases, on_every_backend, planned
 from preflash.testing import (
     Case,
     KvForm,
@@ -20,11 +20,11 @@ from preflash.testing import (
     reference,
     runner,
 )
-from repetition import assert_twenty_runs_are_equal
 from require_variant import why_no_fa3
 
 pytestmark = pytest.mark.gpu
 
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
 CASE = Case("choice", (33, 170), (400, 170), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL)
 
 
@@ -35,30 +35,15 @@ def fa3() -> str:
     return "fa3"
 
 
-def planned(case, backend, **overrides):
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs, **overrides)
-    return wrapper, inputs
-
-
 # --- the choice ----------------------------------------------------------------
 
 
-def test_auto_takes_fa3_where_it_runs():
-    wrapper, inputs = planned(CASE, "auto")
-    best, family = ("fa2", "sm80") if why_no_fa3() else ("fa3", "sm90")
-    assert wrapper._backend == best
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM])
+def test_auto_takes_fa3_where_it_runs(mask):
+    wrapper, inputs = planned(dataclasses.replace(CASE, mask=mask), "auto")
+    family = "sm80" if why_no_fa3() else "sm90"
     assert wrapper.variant.startswith(f"{family}_bf16_d128")
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_auto_stays_on_fa3_with_a_custom_mask():
-    wrapper, inputs = planned(dataclasses.replace(CASE, mask=MaskKind.CUSTOM), "auto")
-    best, family = ("fa2", "sm80") if why_no_fa3() else ("fa3", "sm90")
-    assert wrapper._backend == best
-    assert wrapper.variant.startswith(f"{family}_bf16_d128")
-    assert wrapper.variant.endswith("_custom")
+    assert mask is MaskKind.CAUSAL or wrapper.variant.endswith("_custom")
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -68,29 +53,23 @@ def test_explicit_fa3_never_becomes_fa2():
             planned(CASE, "fa3")
         return
     wrapper, _ = planned(CASE, "fa3")
-    assert wrapper._backend == "fa3"
     assert wrapper.variant.startswith("sm90_")
 
 
-def test_decode_batches_take_the_short_tile(fa3):
-    wrapper, inputs = planned(Case("decode", (1,) * 40, (300,) * 40, 8, 1, 128), fa3)
-    assert wrapper.variant == "sm90_bf16_d128_decode"
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
 @pytest.mark.parametrize(
-    ("qo_lens", "head_dim", "options"),
+    ("qo_lens", "kv_heads", "head_dim", "options", "name"),
     [
-        ((1,) * 39 + (9,), 128, {}),
-        ((1,) * 40, 256, {}),
-        ((1,) * 40, 128, {"disable_split_kv": True}),
+        ((1,) * 40, 1, 128, {}, "_decode"),
+        ((1,) * 39 + (9,), 4, 128, {}, ""),
+        ((1,) * 40, 4, 256, {}, ""),
+        ((1,) * 40, 4, 128, {"disable_split_kv": True}, ""),
     ],
-    ids=["more rows", "head_dim", "no split"],
+    ids=["short", "more rows", "head_dim", "no split"],
 )
-def test_decode_batches_take_the_tall_tile(fa3, qo_lens, head_dim, options):
-    case = Case("decode", qo_lens, (300,) * 40, 8, 4, head_dim, **options)
+def test_tiles_of_decode_batches(fa3, qo_lens, kv_heads, head_dim, options, name):
+    case = Case("decode", qo_lens, (300,) * 40, 8, kv_heads, head_dim, **options)
     wrapper, inputs = planned(case, fa3)
-    assert wrapper.variant == f"sm90_bf16_d{head_dim}"
+    assert wrapper.variant == f"sm90_bf16_d{head_dim}{name}"
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -124,55 +103,13 @@ def test_short_tiles_over_16_bits(fa3, head_dim, page_size, dtype):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
-# --- the same answers ----------------------------------------------------------
-
-AGREE = [
-    *attention_cases.core()[1::2],
-    Case("long", (700, 1), (3000, 5000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL),
-    Case("group7", (130, 40), (700, 40), 7, 1, 64, mask=MaskKind.CAUSAL),
-]
-
-
-@pytest.mark.parametrize("case", AGREE, ids=lambda case: case.id)
-def test_fa2_and_fa3_agree(case, fa3):
-    inputs = build(case, device="cuda")
-    expected = reference(inputs)
-    results = []
-    for backend in ("fa2", fa3):
-        wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-        runner.plan(wrapper, inputs)
-        results.append(runner.run(wrapper, inputs))
-        runner.compare(inputs, *results[-1], expected=expected).check()
-    (out2, lse2), (out3, lse3) = results
-    eps = torch.finfo(case.dtype).eps
-    torch.testing.assert_close(out3, out2, rtol=4 * eps, atol=8 * eps, equal_nan=True)
-    torch.testing.assert_close(lse3, lse2, rtol=1e-5, atol=1e-2, equal_nan=True)
-
-
-SPLITS = {
-    "fixed": {"fixed_split_size": 128},
-    "automatic": {},
-    "none": {"disable_split_kv": True},
-}
-
-
-@pytest.mark.parametrize("policy", SPLITS.values(), ids=SPLITS)
-def test_twenty_runs_of_a_long_batch_are_bitwise_equal(fa3, policy):
-    lens = (1, 7, 130, 1), (9000, 4000, 2500, 0)
-    case = Case("repeat", *lens, 7, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
-    wrapper, inputs = planned(case, fa3, **policy)
-    assert_twenty_runs_are_equal(wrapper, inputs)
-
-
 # --- more items than CTAs --------------------------------------------------------
 
 
 @on_every_backend
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("page_size", [0, 1, 16])
-@pytest.mark.parametrize(
-    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
-)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_buffers_and_barriers_go_round(backend, dims, page_size):
     """768 items of one to five tiles: each CTA computes more of them than it holds at once."""
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 260, 97)
@@ -180,57 +117,42 @@ def test_buffers_and_barriers_go_round(backend, dims, page_size):
     runner.check(build(case, device="cuda"), backend=backend)
 
 
-@on_every_backend
-@pytest.mark.parametrize("window_left", [-1, 40])
-@pytest.mark.parametrize("page_size", [0, 1, 3, 16])
-@pytest.mark.parametrize("head_dim", [64, 256, 512])
-def test_long_items_follow_each_other(backend, head_dim, page_size, window_left):
-    """Heads of their own: several row tiles of each, over all keys or a short window of them."""
+def many_items():
+    causal = {"mask": MaskKind.CAUSAL}
+    yield Case("splits", (700, 1), (3000, 5000), 8, 1, 128, page_size=16, **causal)
+    yield Case("group7", (130, 40), (700, 40), 7, 1, 64, **causal)
+    # Heads of their own: several row tiles of each, over all keys or a short window of them.
     lens = (600, 650, 700), (613, 700, 741)
-    how = {"page_size": page_size, "mask": MaskKind.CAUSAL, "window_left": window_left}
-    runner.check(
-        build(Case("long", *lens, 24, 24, head_dim, **how), device="cuda"), backend=backend
-    )
-
-
-@on_every_backend
-@pytest.mark.parametrize("page_size", [0, 1, 5, 16, 48])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mask": MaskKind.CAUSAL},
-        {"mask": MaskKind.CAUSAL, "window_left": 100},
-        {"mask": MaskKind.CAUSAL, "fixed_split_size": 256},
-        {"mask": MaskKind.CAUSAL, "sinks": Sinks.MIXED},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
-def test_short_items_follow_each_other(backend, dims, options, page_size):
-    """Items of one tile to four, whose last keys end in either half of a tile."""
+    for head_dim, page_size, window in itertools.product((64, 256, 512), (0, 1, 3, 16), (-1, 40)):
+        how = {"page_size": page_size, "window_left": window, **causal}
+        yield Case("long", *lens, 24, 24, head_dim, **how)
+    # Items of one tile to four, whose last keys end in either half of a tile.
     lens = (70, 129, 300, 64, 130, 257, 1, 5), (190, 129, 430, 320, 260, 290, 40, 77)
-    case = Case("short", *lens, 32, 32, *dims, page_size=page_size, **options)
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize(("group", "head_dim"), [(300, 64), (200, 256), (200, 512)])
-def test_groups_larger_than_the_tile(backend, group, head_dim):
-    """The rows of one token lie in several tiles."""
-    lens = (3, 1, 5, 2), (70, 300, 5, 129)
-    case = Case("group", *lens, group, 1, head_dim, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend=backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("dims", [(256, 256), (192, 128), (320, 320)], ids=str)
-def test_negative_scales_in_many_items(backend, dims, page_size):
-    """The largest product is the smallest logit."""
+    short = [{}, causal, causal | {"window_left": 100}, causal | {"fixed_split_size": 256}]
+    short.append(causal | {"sinks": Sinks.MIXED})
+    dims = (128, 128), (192, 128)
+    for dim, options, page_size in itertools.product(dims, short, (0, 1, 5, 16, 48)):
+        yield Case("short", *lens, 32, 32, *dim, page_size=page_size, **options)
+    # The rows of one token lie in several tiles.
+    for group, head_dim in ((300, 64), (200, 256), (200, 512)):
+        yield Case("group", (3, 1, 5, 2), (70, 300, 5, 129), group, 1, head_dim, **causal)
+    # With a negative scale the largest product is the smallest logit.
     lens = (3, 1, 140, 1, 5, 4), (300, 1, 150, 37, 260, 97)
-    how = {"page_size": page_size, "mask": MaskKind.CAUSAL, "sm_scale": -0.2}
-    runner.check(build(Case("minus", *lens, 64, 64, *dims, **how), device="cuda"), backend=backend)
+    for dim, page_size in itertools.product(((256, 256), (192, 128), (320, 320)), (0, 16)):
+        how = {"page_size": page_size, "sm_scale": -0.2, **causal}
+        yield Case("minus", *lens, 64, 64, *dim, **how)
+    # The last tile ends where the request ends: infinities follow in rows that nobody owns.
+    for dim, kv_len in itertools.product(DIMS, (1, 7, 111, 112, 113, 127, 128, 129, 255, 256, 257)):
+        yield Case("end", (70,), (kv_len,), 2, 1, *dim, **causal)
+    storage = itertools.product(("NHD", "HND"), (0, 4, 16), list(KvForm)[:5])
+    for layout, page_size, form in storage:
+        how = {"page_size": page_size, "layout": layout, "form": form, **causal}
+        yield Case("form", (40, 9, 1), (130, 70, 300), 6, 2, 64, **how)
+
+
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(many_items()))
+def test_items_follow_each_other(backend, case):
+    runner.check(build(case, device="cuda"), backend=backend)
 
 
 # --- logits that jump ------------------------------------------------------------
@@ -365,8 +287,7 @@ def test_neighbours_stay_out(backend, head_dim, page_size, layout, value):
             else:
                 tensor.narrow(0 if layout == "NHD" else 1, begin, end - begin).fill_(value)
     inputs.q[:5], inputs.q[45:] = value, value
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=backend)
     out, lse = runner.run(wrapper, inputs)
     compare_some(out, lse, expected, range(5, 45))
 
@@ -387,17 +308,6 @@ def test_recycled_pages_stay_out(backend, page_size, fixed_split_size):
             place = (int(inputs.indices[key // page_size]), key % page_size)
         inputs.k[place], inputs.v[place] = math.nan, math.inf
     runner.check(inputs, backend=backend, expected=expected)
-
-
-@on_every_backend
-@pytest.mark.parametrize("kv_len", [1, 7, 111, 112, 113, 127, 128, 129, 255, 256, 257])
-@pytest.mark.parametrize(
-    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
-)
-def test_the_last_tile_ends_where_the_request_ends(backend, dims, kv_len):
-    """Infinities behind the last key, in tensor rows that nobody owns."""
-    case = Case("end", (70,), (kv_len,), 2, 1, *dims, mask=MaskKind.CAUSAL)
-    runner.check(build(case, device="cuda"), backend=backend)
 
 
 # --- strides ---------------------------------------------------------------------
@@ -485,13 +395,3 @@ def test_offsets_over_64_gib(backend, stride, sixty_six_gib):
     inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
     inputs.k, inputs.v = inputs.cache = tuple(pools)
     runner.check(inputs, backend=backend, expected=expected)
-
-
-@on_every_backend
-@pytest.mark.parametrize("form", list(KvForm)[:5], ids=lambda form: form.value)
-@pytest.mark.parametrize("page_size", [0, 4, 16])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_every_storage_form(backend, layout, page_size, form):
-    shape = ((40, 9, 1), (130, 70, 300), 6, 2, 64)
-    how = {"page_size": page_size, "layout": layout, "form": form, "mask": MaskKind.CAUSAL}
-    runner.check(build(Case("form", *shape, **how), device="cuda"), backend=backend)

@@ -3,7 +3,9 @@
 One set of random tensors serves every batch, so that a plan costs no more than its lengths.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 from typing import NamedTuple
@@ -11,7 +13,7 @@ from typing import NamedTuple
 import preflash
 import pytest
 import torch
-from backends import on_every_backend
+from backends import captured, on_every_backend
 from preflash.testing import Case, Inputs, MaskKind, runner
 from preflash.testing.inputs import indptr
 
@@ -112,10 +114,7 @@ class Pool:
 
     def capture(self, stream=None, **options) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            self.run(**options)
-        return graph
+        return captured(lambda: self.run(**options), stream)[0]
 
     def captured(self, lengths: Lengths = FIRST, **options) -> torch.cuda.CUDAGraph:
         self.plan(lengths)
@@ -307,12 +306,9 @@ def test_options_that_captures_ask_for_on_any_stream(backend):
         inputs = pool.plan(DECODE)
         pool.poison()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            pool.wrapper.run(
-                pool.q, *pool.kv(), out=pool.out, lse=pool.lse, window_left=window_left
-            )
-        graph.replay()
+        outputs = {"out": pool.out, "lse": pool.lse, "window_left": window_left}
+        run = functools.partial(pool.wrapper.run, pool.q, *pool.kv(), **outputs)
+        captured(run, stream)[0].replay()
         case = dataclasses.replace(inputs.case, window_left=window_left)
         pool.check(dataclasses.replace(inputs, case=case))
 
@@ -335,20 +331,6 @@ def test_a_graph_for_every_number_of_rows(backend):
 
 
 @on_every_backend
-def test_two_graphs_share_a_workspace(backend):
-    workspace = runner.workspace("cuda")
-    pools = [Pool(like, backend, workspace) for like in (FIXED, PAGED)]
-    graphs = [pool.captured() for pool in pools]
-    for seed, lengths in enumerate((DECODE, APPEND, FIRST)):
-        batches = [pool.plan(lengths, seed + i) for i, pool in enumerate(pools)]
-        for pool, graph in zip(pools, graphs, strict=True):
-            pool.poison()
-            graph.replay()
-        for pool, inputs in zip(pools, batches, strict=True):
-            pool.check(inputs)
-
-
-@on_every_backend
 def test_a_plan_under_capture_is_refused(backend):
     pool = Pool(PAGED, backend)
     inputs = pool.plan(FIRST)
@@ -366,18 +348,14 @@ def test_a_plan_under_capture_is_refused(backend):
     pool.check(inputs)
 
 
-@on_every_backend
-def test_refused_growth_leaves_the_graph_as_it_was(backend):
-    pool = Pool(PAGED, backend)
-    graph = pool.captured()
-    inputs = pool.plan(APPEND)
-    with pytest.raises(ValueError, match="at most 600"):
-        pool.plan(Lengths((601, *(0,) * 6), (9,) * 7))
-    with pytest.raises(ValueError, match="batch size is fixed"):
-        pool.plan(Lengths((1, 1), (9, 9)))
-    pool.poison()
-    graph.replay()
-    pool.check(inputs)
+@contextlib.contextmanager
+def no_waits():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @on_every_backend
@@ -386,14 +364,10 @@ def test_plan_does_not_wait(backend):
     pool = Pool(PAGED, backend)
     graph = pool.captured()
     inputs = [pool.batch(lengths, seed) for seed, lengths in enumerate((APPEND, DECODE, APPEND))]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for batch in inputs:
             runner.plan(pool.wrapper, batch)
             graph.replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     pool.check(inputs[-1])
 
 
@@ -412,13 +386,9 @@ def test_a_fast_decode_plan_of_slots_does_not_wait(backend):
             runner.workspace("cuda"), backend=backend
         )
         table = [begins, slots.cpu(), ones.cpu()] if on_host else [begins.cuda(), slots, ones]
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             preflash.fast_decode_plan(
                 wrapper, *table, 8, 2, 128, 1, global_override_indptr_cpu=begins
             )
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         results.append(wrapper.run(q, (k, v)))
     assert torch.equal(*results)

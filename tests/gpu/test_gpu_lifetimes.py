@@ -2,15 +2,12 @@
 
 import dataclasses
 import gc
-import subprocess
-import sys
-import textwrap
 import threading
 
 import preflash
 import pytest
 import torch
-from backends import GPU_BACKENDS, on_every_backend
+from backends import captured, on_every_backend, passes, planned
 from preflash.testing import Case, MaskKind, build, runner
 
 pytestmark = pytest.mark.gpu
@@ -64,10 +61,8 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(backend, case):
 @on_every_backend
 def test_a_plan_does_not_touch_the_work_list_of_the_one_before(backend):
     """run() waits on one stream; plan() of another batch is done on a second one meanwhile."""
-    inputs = build(CASE, device="cuda")
     other = build(dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1)), device="cuda")
-    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(CASE, backend)
     out = torch.empty_like(inputs.q)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -158,9 +153,7 @@ def test_a_dense_mask_in_a_graph_is_refused(backend):
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
     ):
         single(q, q, q, backend, custom_mask=mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = single(q, q, q, backend, packed_custom_mask=packed)
+    graph, out = captured(lambda: single(q, q, q, backend, packed_custom_mask=packed), stream)
     with torch.cuda.stream(stream):
         evict_single_plans(backend)
     gc.collect()
@@ -174,24 +167,23 @@ def test_a_dense_mask_in_a_graph_is_refused(backend):
 
 @on_every_backend
 def test_a_captured_run_replays_its_own_plan(backend):
-    inputs = build(SPLIT, device="cuda")
+    """The graph has the plan of that time, and reads the numbers of the time of its replay."""
     other = build(dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1)), device="cuda")
-    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
-    out, _ = runner.run(wrapper, inputs)
-    lse = torch.empty(out.shape[:2], device="cuda")
+    wrapper, inputs = planned(SPLIT, backend)
+    out, lse = runner.run(wrapper, inputs)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner.run(wrapper, inputs, out=out, lse=lse)
+    graph, _ = captured(lambda: runner.run(wrapper, inputs, out=out, lse=lse))
     for _ in range(3):
         runner.plan(wrapper, other)
         taken = overwrite_freed_memory(512, 4096, 64 * 1024)
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
+    for factor in (1.0, 0.5, -2.0):
+        inputs.q.mul_(factor)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        runner.compare(inputs, out, lse).check()
     del taken
-    runner.compare(inputs, out, lse).check()
 
 
 # --- the interpreter's lock --------------------------------------------------
@@ -224,14 +216,7 @@ HOST_CALLBACK = """
 """
 
 
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_every_backend
 def test_a_full_queue_waits_without_the_interpreters_lock(backend):
     """A host callback in Python, in front of more launches than the queue holds."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(HOST_CALLBACK), backend],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.stdout.strip() == "passed", done.stdout + done.stderr
+    passes(HOST_CALLBACK, backend)

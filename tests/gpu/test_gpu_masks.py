@@ -4,12 +4,14 @@ rows whose keys come late."""
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterator
 
 import preflash
 import prepass_policy
 import pytest
 import torch
-from backends import on_every_backend
+import wrapper_options
+from backends import backends_and_cases, captured, on_every_backend
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from repetition import assert_twenty_runs_are_equal
 
@@ -89,62 +91,33 @@ def shaped(case: Case, shape):
     return inputs
 
 
-@on_every_backend
+def masked_cases():
+    for dims, page_size in itertools.product(DIMS, (0, 1, 16, 48)):
+        yield Case("shape", *LENS, 6, 2, *dims, page_size=page_size)
+    # 300 heads of one group are more than a tile has rows.
+    for head_dim, heads in itertools.product((128, 512), ((5, 5), (14, 2), (300, 1))):
+        yield Case("group", (40, 3), (333, 150), *heads, head_dim)
+    for head_dim, window_left in itertools.product((128, 512), (0, 100)):
+        yield Case("window", *LENS, 6, 2, head_dim, window_left=window_left, page_size=16)
+    # Chunks of which a mask leaves nothing.
+    for head_dim, page_size in itertools.product((128, 512), (0, 5)):
+        yield Case("split", *LENS, 6, 2, head_dim, page_size=page_size, fixed_split_size=256)
+    # Above 256 columns K and V arrive in slices of 128, of K as many as the head has.
+    sliced = ((264, 320), (512, 64), (64, 512), (384, 256))
+    for dims, page_size in itertools.product(sliced, (0, 1, 16)):
+        yield Case("slices", *LENS, 4, 1, *dims, page_size=page_size)
+    positions = (Position.NONE, Position.ALIBI)
+    for soft_cap, position, dims in itertools.product((None, 20.0), positions, DIMS):
+        how = {"soft_cap": soft_cap, "position": position, "sinks": Sinks.MIXED, "page_size": 16}
+        yield Case("logits", *LENS, 6, 2, *dims, **how)
+
+
+MASKED = [dataclasses.replace(case, mask=MaskKind.CUSTOM) for case in masked_cases()]
+
+
 @on_every_shape
-@pytest.mark.parametrize("page_size", [0, 1, 16, 48])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_shapes(backend, dims, page_size, shape):
-    case = Case("shape", *LENS, 6, 2, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
-    runner.check(shaped(case, shape), backend=backend)
-
-
-@on_every_backend
-@on_every_shape
-@pytest.mark.parametrize("heads", [(5, 5), (14, 2), (300, 1)], ids=str)
-@pytest.mark.parametrize("head_dim", [128, 512])
-def test_groups(backend, head_dim, heads, shape):
-    """300 heads of one group are more than a tile has rows."""
-    case = Case("group", (40, 3), (333, 150), *heads, head_dim, mask=MaskKind.CUSTOM)
-    runner.check(shaped(case, shape), backend=backend)
-
-
-@on_every_backend
-@on_every_shape
-@pytest.mark.parametrize("window_left", [0, 100])
-@pytest.mark.parametrize("head_dim", [128, 512])
-def test_windows(backend, head_dim, window_left, shape):
-    how = {"mask": MaskKind.CUSTOM, "window_left": window_left, "page_size": 16}
-    runner.check(shaped(Case("window", *LENS, 6, 2, head_dim, **how), shape), backend=backend)
-
-
-@on_every_backend
-@on_every_shape
-@pytest.mark.parametrize("page_size", [0, 5])
-@pytest.mark.parametrize("head_dim", [128, 512])
-def test_split_keys(backend, head_dim, page_size, shape):
-    """Chunks of which a mask leaves nothing."""
-    how = {"mask": MaskKind.CUSTOM, "page_size": page_size, "fixed_split_size": 256}
-    runner.check(shaped(Case("split", *LENS, 6, 2, head_dim, **how), shape), backend=backend)
-
-
-@on_every_backend
-@on_every_shape
-@pytest.mark.parametrize("page_size", [0, 1, 16])
-@pytest.mark.parametrize("dims", [(264, 320), (512, 64), (64, 512), (384, 256)], ids=str)
-def test_slices_that_lie_past_the_head(backend, dims, page_size, shape):
-    """Above 256 columns K and V arrive in slices of 128, of K as many as the head has."""
-    case = Case("slices", *LENS, 4, 1, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
-    runner.check(shaped(case, shape), backend=backend)
-
-
-@on_every_backend
-@on_every_shape
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("position", [Position.NONE, Position.ALIBI], ids=str)
-@pytest.mark.parametrize("soft_cap", [None, 20.0])
-def test_logits(backend, soft_cap, position, dims, shape):
-    how = {"soft_cap": soft_cap, "position": position, "sinks": Sinks.MIXED, "page_size": 16}
-    case = Case("logits", *LENS, 6, 2, *dims, mask=MaskKind.CUSTOM, **how)
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(MASKED))
+def test_shapes(backend, case, shape):
     runner.check(shaped(case, shape), backend=backend)
 
 
@@ -152,8 +125,7 @@ def test_logits(backend, soft_cap, position, dims, shape):
 def test_twenty_runs_are_equal(backend):
     case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
     inputs = shaped(case, ladder)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=backend)
     assert_twenty_runs_are_equal(wrapper, inputs)
 
 
@@ -182,68 +154,45 @@ LOADS = {
 on_every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
 
 
-def drawn(count: int, seed: int, **axes):
+def drawn(count: int, seed: int, **axes) -> Iterator[tuple]:
     """`count` of all combinations of shapes, loads and `axes`: thousands together."""
-    axes = {"shape": SHAPES, "load": list(LOADS), **axes}
-    every = list(itertools.product(*axes.values()))
-    return pytest.mark.parametrize(tuple(axes), random.Random(seed).sample(every, count), ids=named)
+    every = itertools.product(SHAPES, LOADS.values(), *axes.values())
+    for shape, load, *values in random.Random(seed).sample(list(every), count):
+        yield shape, load, dict(zip(axes, values, strict=True))
 
 
-def named(value: object) -> str:
-    return getattr(value, "__name__", str(value))
+def converted_cases() -> Iterator[tuple]:
+    for shape, load, how in drawn(150, 1, page_size=[0, 1, 16], dims=DIMS):
+        yield shape, Case("shape", *LENS, 6, 2, *how["dims"], page_size=how["page_size"], **load)
+    # Chunks of which a mask leaves nothing; (80, 48) is padded.
+    split = {"page_size": 5, "fixed_split_size": 256}
+    for shape, load, how in drawn(60, 2, dims=[(80, 48), (128, 128), (256, 256), (512, 512)]):
+        yield shape, Case("split", *LENS, 6, 2, *how["dims"], **split, **load)
+    # Decode, and drafts: short tiles know no mask.
+    lens = (1, 1, 4, 1, 0, 7), (1700, 1, 513, 40, 90, 3001)
+    for shape, load, how in drawn(60, 3, dims=DIMS):
+        yield shape, Case("few", *lens, 8, 1, *how["dims"], page_size=16, **load)
+    for shape, load, how in drawn(40, 4, window_left=[0, 100]):
+        yield shape, Case("window", *LENS, 6, 2, 128, page_size=16, **how, **load)
+    for shape, load, how in drawn(80, 5, head_dim=[64, 128, 256, 512], soft_cap=[None, 20.0]):
+        narrow = "kv_dtype" in load or load.get("dtype") is E4M3
+        how |= {"position": Position.ALIBI, "sinks": Sinks.MIXED, "head_scales": narrow, **load}
+        yield shape, Case("logits", *LENS, 6, 2, how.pop("head_dim"), **how)
 
 
 def check_without_copies(case: Case, shape, backend: str) -> None:
-    inputs = shaped(case, shape)
+    inputs = shaped(dataclasses.replace(case, mask=MaskKind.CUSTOM), shape)
     with prepass_policy.forced("never"):
         runner.check(inputs, backend=backend)
 
 
 @on_every_backend
-@drawn(150, 1, page_size=[0, 1, 16], dims=DIMS)
-def test_shapes_over_converted_operands(backend, dims, page_size, load, shape):
-    how = {"page_size": page_size, "mask": MaskKind.CUSTOM, **LOADS[load]}
-    check_without_copies(Case("shape", *LENS, 6, 2, *dims, **how), shape, backend)
-
-
-@on_every_backend
-@drawn(60, 2, dims=[(80, 48), (128, 128), (256, 256), (512, 512)])
-def test_split_keys_over_converted_operands(backend, dims, load, shape):
-    """Chunks of which a mask leaves nothing; (80, 48) is padded."""
-    how = {"mask": MaskKind.CUSTOM, "page_size": 5, "fixed_split_size": 256, **LOADS[load]}
-    check_without_copies(Case("split", *LENS, 6, 2, *dims, **how), shape, backend)
-
-
-@on_every_backend
-@drawn(60, 3, dims=DIMS)
-def test_few_rows_over_converted_operands(backend, dims, load, shape):
-    """Decode, and drafts: short tiles know no mask."""
-    lens = (1, 1, 4, 1, 0, 7), (1700, 1, 513, 40, 90, 3001)
-    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **LOADS[load]}
-    check_without_copies(Case("few", *lens, 8, 1, *dims, **how), shape, backend)
-
-
-@on_every_backend
-@drawn(40, 4, window_left=[0, 100])
-def test_windows_over_converted_operands(backend, window_left, load, shape):
-    how = {
-        "mask": MaskKind.CUSTOM,
-        "window_left": window_left,
-        "page_size": 16,
-        **LOADS[load],
-    }
-    check_without_copies(Case("window", *LENS, 6, 2, 128, **how), shape, backend)
-
-
-@on_every_backend
-@drawn(80, 5, head_dim=[64, 128, 256, 512], soft_cap=[None, 20.0])
-def test_logits_over_converted_operands(backend, soft_cap, head_dim, load, shape):
-    what = LOADS[load]
-    how = {"soft_cap": soft_cap, "sinks": Sinks.MIXED, "mask": MaskKind.CUSTOM, **what}
-    narrow = "kv_dtype" in what or what.get("dtype") is E4M3
-    if "position" not in what:
-        how["position"] = Position.ALIBI
-    case = Case("logits", *LENS, 6, 2, head_dim, head_scales=narrow, **how)
+@pytest.mark.parametrize(
+    ("shape", "case"),
+    list(converted_cases()),
+    ids=lambda part: getattr(part, "id", None) or part.__name__,
+)
+def test_shapes_over_converted_operands(backend, case, shape):
     check_without_copies(case, shape, backend)
 
 
@@ -255,8 +204,7 @@ def test_logits_over_converted_operands(backend, soft_cap, head_dim, load, shape
 def test_more_tiles_than_slots_over_converted_operands(backend, dims, shape, load):
     """Each CTA's pipelines of items and tiles go round, in items of one tile, too."""
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
-    how = {"mask": MaskKind.CUSTOM, "page_size": 1, **load}
-    check_without_copies(Case("items", *lens, 64, 64, *dims, **how), shape, backend)
+    check_without_copies(Case("items", *lens, 64, 64, *dims, page_size=1, **load), shape, backend)
 
 
 @on_every_backend
@@ -276,19 +224,12 @@ def test_masks_need_no_room_for_copies(backend, load):
     """A prefill that copies would make faster, with a workspace that does not hold them."""
     how = {"mask": MaskKind.CUSTOM, "page_size": 16, **load}
     inputs = shaped(Case("room", (3000,), (6133,), 8, 8, 128, **how), causal)
-    buffer = runner.workspace("cuda", 8 << 20)
-    wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda", buffer=buffer)
-    runner.plan(wrapper, inputs)
-    assert not wrapper._plan.primary.plan.has_prepass
+    wrapper = runner.planned(inputs, backend=backend, size=8 << 20)
+    assert "prepass+" not in wrapper.variant
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 # --- where masks come from and when ----------------------------------------------
-
-
-def bits_of(inputs) -> torch.Tensor:
-    packed = [preflash.packbits(mask.flatten(), bitorder="little") for mask in inputs.masks]
-    return torch.cat(packed)
 
 
 @on_every_backend
@@ -314,8 +255,7 @@ def test_later_options_have_the_same_mask(backend):
     """Another variant of the plan, first asked for by a run."""
     case = Case("later", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
     inputs = shaped(case, blocks)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=backend)
     inputs.case = dataclasses.replace(case, window_left=50)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -336,31 +276,14 @@ def test_single(backend, shape):
 @pytest.mark.parametrize("load", ["direct", *LOADS])
 def test_masks_of_a_graph(backend, load):
     """Between replays the mask changes by a plan, and by the caller in its buffer."""
-    batch, pages, page_size = 4, 128, 16
     case = Case("graph", (70, 1, 0, 40), (300, 77, 9, 700), 6, 2, 128, mask=MaskKind.CUSTOM)
-    case = dataclasses.replace(case, page_size=page_size, **LOADS.get(load, {}))
-    mask_buffer = torch.zeros(16384, dtype=torch.uint8, device="cuda")
-
-    def ints(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device="cuda")
-
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace("cuda"),
-        use_cuda_graph=True,
-        qo_indptr_buf=ints(batch + 1),
-        paged_kv_indptr_buf=ints(batch + 1),
-        paged_kv_indices_buf=ints(pages),
-        paged_kv_last_page_len_buf=ints(batch),
-        custom_mask_buf=mask_buffer,
-        mask_indptr_buf=ints(batch + 1),
-        backend=backend,
-    )
+    case = dataclasses.replace(case, page_size=16, **LOADS.get(load, {}))
     inputs = shaped(case, everything)
+    buffers = wrapper_options.graph_options(inputs)
+    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", **buffers)
     runner.plan(wrapper, inputs)
     runner.run(wrapper, inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = runner.run(wrapper, inputs)
+    graph, (out, lse) = captured(lambda: runner.run(wrapper, inputs))
     for shape in SHAPES:
         changed = shaped(case, shape)
         inputs.masks, inputs.custom_mask = changed.masks, changed.custom_mask
@@ -369,7 +292,8 @@ def test_masks_of_a_graph(backend, load):
         runner.compare(inputs, out, lse).check()
     for shape in SHAPES:
         inputs.masks = shaped(case, shape).masks
-        bits = bits_of(inputs)
-        mask_buffer[: bits.numel()].copy_(bits)
+        bits = [preflash.packbits(mask.flatten(), bitorder="little") for mask in inputs.masks]
+        bits = torch.cat(bits)
+        buffers["custom_mask_buf"][: bits.numel()].copy_(bits)
         graph.replay()
         runner.compare(inputs, out, lse).check()

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,8 +30,7 @@ def fa3() -> str:
 def planned(case, **overrides):
     """By products of 8 bits: what another kernel computes proves nothing here."""
     inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend="fa3", device="cuda")
-    runner.plan(wrapper, inputs, **overrides)
+    wrapper = runner.planned(inputs, backend="fa3", **overrides)
     native = f"sm90_e4m3_d{64 if case.head_dim <= 64 else 128}"
     if native not in {kernel["id"] for kernel in _core.kernels()}:
         raise NotImplementedError(f"{native} is not compiled")
@@ -47,6 +47,12 @@ def changed(**changes) -> Case:
     return dataclasses.replace(BASE, **changes)
 
 
+def every(**axes) -> Iterator[dict]:
+    """All combinations of the values of each axis."""
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
 # --- shapes, storage, masks -------------------------------------------------------
 
 
@@ -57,50 +63,44 @@ def test_storage(head_dim, page_size):
     check(changed(head_dim=head_dim, page_size=page_size))
 
 
-@pytest.mark.parametrize(
-    "kv_len", [1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 257]
-)
-@pytest.mark.parametrize("page_size", [0, 5, 16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_lengths_of_keys(kv_len, page_size, head_dim):
-    """Each place of a key in a tile, and what lies beside a request in memory."""
-    # The last request is why the tiles are those of prefill.
-    case = changed(qo_lens=(65, 1, 70), kv_lens=(kv_len, 40, 150), page_size=page_size, mask=FULL,
-                   head_dim=head_dim)  # fmt: skip
-    check(dataclasses.replace(case, garbage=Garbage.ANY))
+def native_cases() -> Iterator[Case]:
+    # Each place of a key in a tile, and what follows a request in memory. The last request is why
+    # the tiles are those of prefill.
+    kv_lens = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 257)
+    for kv_len in kv_lens:
+        case = changed(qo_lens=(65, 1, 70), kv_lens=(kv_len, 40, 150), mask=FULL)
+        for axes in every(page_size=(0, 5, 16), head_dim=(64, 128)):
+            yield dataclasses.replace(case, garbage=Garbage.ANY, **axes)
+    for qo_len in (17, 63, 64, 65, 127, 129, 300):
+        for axes in every(head_dim=(64, 128)):
+            yield changed(qo_lens=(qo_len, 1), kv_lens=(333, 50), **axes)
+    for num_qo_heads, num_kv_heads in ((1, 1), (8, 1), (7, 1), (6, 3), (160, 1)):
+        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
+        for axes in every(mask=(CAUSAL, FULL)):
+            yield changed(qo_lens=(40, 21), kv_lens=(300, 21), **heads, **axes)
+    windows = (0, 1, 60, 127, 128, 300)
+    for axes in every(window_left=windows, page_size=(0, 3, 16), head_dim=(64, 128)):
+        yield changed(qo_lens=(200, 90, 3, 1), kv_lens=(700, 90, 400, 5), **axes)
+    layouts, forms = ("NHD", "HND"), (KvForm.PADDED, KvForm.TRANSPOSED)
+    for axes in every(layout=layouts, form=forms, page_size=(0, 16)):
+        yield changed(**axes)
+    for axes in every(layout=layouts, form=(KvForm.COMBINED,), page_size=(16, 5)):
+        yield changed(**axes)
+    sinks = [one for one in Sinks if one is not Sinks.NONE]
+    for axes in every(sinks=sinks, fixed_split_size=(None, 128)):
+        yield changed(**axes)
+    outputs = (torch.bfloat16, torch.float16, E4M3)
+    scales = (False, True)
+    for axes in every(o_dtype=outputs, head_scales=scales, page_size=(0, 16), head_dim=(64, 128)):
+        yield changed(**axes)
+    # With 4 a row has few weights, and later tiles exceed the first one's maximum by far.
+    for axes in every(sm_scale=(-0.1, 0.0, 1.0, 4.0)):
+        yield changed(kv_lens=(1470, 9, 77, 0), **axes)
 
 
-@pytest.mark.parametrize("qo_len", [17, 63, 64, 65, 127, 129, 300])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_lengths_of_queries(qo_len, head_dim):
-    check(changed(qo_lens=(qo_len, 1), kv_lens=(333, 50), head_dim=head_dim))
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (7, 1), (6, 3), (160, 1)], ids=str)
-@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=lambda mask: mask.value)
-def test_groups(heads, mask):
-    check(changed(qo_lens=(40, 21), kv_lens=(300, 21), num_qo_heads=heads[0], num_kv_heads=heads[1],
-                  mask=mask))  # fmt: skip
-
-
-@pytest.mark.parametrize("window_left", [0, 1, 60, 127, 128, 300])
-@pytest.mark.parametrize("page_size", [0, 3, 16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_windows(window_left, page_size, head_dim):
-    check(changed(window_left=window_left, page_size=page_size, qo_lens=(200, 90, 3, 1),
-                  kv_lens=(700, 90, 400, 5), head_dim=head_dim))  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("layout", "form", "page_size"),
-    [
-        *itertools.product(("NHD", "HND"), (KvForm.PADDED, KvForm.TRANSPOSED), (0, 16)),
-        *itertools.product(("NHD", "HND"), (KvForm.COMBINED,), (16, 5)),
-    ],
-    ids=str,
-)
-def test_layouts(layout, form, page_size):
-    check(changed(layout=layout, form=form, page_size=page_size))
+@pytest.mark.parametrize("case", list(native_cases()), ids=lambda case: case.id)
+def test_numbers(case):
+    check(case)
 
 
 @pytest.mark.parametrize("split", [128, 256, 1024])
@@ -111,22 +111,7 @@ def test_split_keys(split, page_size):
                  backend="fa3")  # fmt: skip
 
 
-@pytest.mark.parametrize("sinks", [s for s in Sinks if s is not Sinks.NONE], ids=lambda s: s.name)
-@pytest.mark.parametrize("split", [None, 128])
-def test_sinks(sinks, split):
-    check(changed(sinks=sinks, fixed_split_size=split))
-
-
 # --- outputs and scales ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("o_dtype", [torch.bfloat16, torch.float16, E4M3], ids=str)
-@pytest.mark.parametrize("head_scales", [False, True])
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_outputs(o_dtype, head_scales, page_size, head_dim):
-    check(changed(o_dtype=o_dtype, head_scales=head_scales, page_size=page_size,
-                  head_dim=head_dim))  # fmt: skip
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
@@ -140,12 +125,6 @@ def test_one_factor_for_a_tensor(factors, as_tensors):
     out, lse = runner.run(wrapper, inputs, **given)
     pipeline = dataclasses.replace(inputs.pipeline, sm_scale=BASE.scale * q * k, out_scale=v)
     runner.compare(inputs, out, lse, reference(inputs, pipeline=pipeline)).check()
-
-
-@pytest.mark.parametrize("sm_scale", [-0.1, 0.0, 1.0, 4.0])
-def test_scales_of_logits(sm_scale):
-    """With 4 a row has few weights, and later tiles exceed the first one's maximum by far."""
-    check(changed(sm_scale=sm_scale, kv_lens=(1470, 9, 77, 0)))
 
 
 # --- P's range, and the sums over many keys --------------------------------------
@@ -245,8 +224,7 @@ def test_one_large_logit(kv_len, logit, key):
 def test_the_rest_is_converted(changes):
     case = changed(**changes)
     inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend="fa3", device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="fa3")
     assert "e4m3" not in wrapper.variant
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 

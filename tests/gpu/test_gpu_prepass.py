@@ -7,7 +7,7 @@ import random
 import prepass_policy
 import pytest
 import torch
-from backends import on_every_backend
+from backends import backends_and_cases, captured, on_every_backend, planned
 from fuzz.random_cases import random_prepass_cases
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
@@ -62,6 +62,10 @@ def options_of_prepass() -> list[dict]:
     return options
 
 
+def is_copied(wrapper) -> bool:
+    return wrapper.variant.startswith("prepass+")
+
+
 def with_prepass(case: Case, backend: str, size: int = 64 << 20):
     """A planned wrapper whose workspace is full of NaN."""
     inputs = build(case, device="cuda")
@@ -69,19 +73,35 @@ def with_prepass(case: Case, backend: str, size: int = 64 << 20):
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
     with prepass_policy.forced("always"):
         runner.plan(wrapper, inputs)
-    assert wrapper._plan.primary.plan.has_prepass
+    assert is_copied(wrapper)
     return wrapper, inputs
 
 
-@on_every_backend
-@pytest.mark.parametrize("change", options_of_prepass(), ids=lambda change: cases_id(change))
-def test_numbers(backend, change):
-    wrapper, inputs = with_prepass(dataclasses.replace(BASE, **change), backend)
+def copied_cases():
+    for change in options_of_prepass():
+        yield dataclasses.replace(BASE, **change)
+    # Slices and halves of 512 columns go by the masks of copies as of other tensors.
+    for what, page_size in itertools.product(WHAT.values(), (0, 3)):
+        wide = {"head_dim": 512, "mask": MaskKind.CUSTOM, "page_size": page_size}
+        yield dataclasses.replace(BASE, **wide, **what)
+    # Signs of the scale that Q takes, other angles, and items that share rows of Q.
+    for change in (
+        {"sm_scale": -0.1},
+        {"sm_scale": 0.0},
+        {"rope_scale": 4.0},
+        {"rope_theta": 5e5},
+        {"fixed_split_size": 128},
+        {"qo_lens": (1, 33, 600), "kv_lens": (3000, 2000, 5000)},
+    ):
+        yield dataclasses.replace(BASE, position=Position.ROPE, **change)
+    # Factors of heads take the kernel that converts.
+    yield dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
+
+
+@pytest.mark.parametrize(("backend", "case"), backends_and_cases(copied_cases()))
+def test_numbers(backend, case):
+    wrapper, inputs = with_prepass(case, backend)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def cases_id(change: dict) -> str:
-    return dataclasses.replace(BASE, **change).id
 
 
 @on_every_backend
@@ -97,23 +117,8 @@ def test_random_cases(backend, case):
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 def test_long_prefill_has_a_prepass_without_being_told(backend, what):
     case = Case("long", (6000,), (7013,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16, **what)
-    inputs = build(case, device="cuda")
-    buffer = runner.workspace("cuda", 128 << 20)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
-    runner.plan(wrapper, inputs)
-    assert wrapper._plan.primary.plan.has_prepass
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-@on_every_backend
-@pytest.mark.parametrize("page_size", [0, 3])
-@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
-def test_masks_over_slices(backend, what, page_size):
-    """Slices and halves of 512 columns go by the masks of copies as of other tensors."""
-    case = dataclasses.replace(
-        BASE, head_dim=512, mask=MaskKind.CUSTOM, page_size=page_size, **what
-    )
-    wrapper, inputs = with_prepass(case, backend)
+    wrapper, inputs = planned(case, backend, size=128 << 20)
+    assert is_copied(wrapper)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -136,12 +141,9 @@ def test_long_prefill_of_rotated_8_bits_keeps_the_bits_of_float16(backend, posit
     multiplies 8 bits that are not rotated as they are."""
     case = Case("long", (3000,), (6133,), 8, 8, 128, dtype=E4M3, position=position,
                 mask=MaskKind.CAUSAL)  # fmt: skip
-    inputs = build(case, device="cuda")
-    buffer = runner.workspace("cuda", 128 << 20)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer)
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(case, backend, size=128 << 20)
     copied = backend == "fa2" and position is Position.NONE
-    assert wrapper._plan.primary.plan.has_prepass == copied
+    assert is_copied(wrapper) == copied
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
@@ -172,30 +174,13 @@ def test_queries_of_groups(backend, heads, head_dim, dtype):
 
 
 @on_every_backend
-@pytest.mark.parametrize("change", [{"sm_scale": -0.1}, {"sm_scale": 0.0}, {"rope_scale": 4.0},
-                                    {"rope_theta": 5e5}, {"fixed_split_size": 128},
-                                    {"qo_lens": (1, 33, 600), "kv_lens": (3000, 2000, 5000)}],
-                         ids=str)  # fmt: skip
-def test_rotated_queries(backend, change):
-    """Signs of the scale that Q takes, other angles, and items that share rows of Q."""
-    wrapper, inputs = with_prepass(
-        dataclasses.replace(BASE, position=Position.ROPE, **change), backend
-    )
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-@on_every_backend
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)
 def test_many_rotated_queries(backend, heads):
     """plan() finds that copies pay, and they have the bits of copies that were asked for."""
     case = Case("many", (2100,), (2100,), *heads, 128, position=Position.ROPE,
                 mask=MaskKind.CAUSAL)  # fmt: skip
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(
-        case, backend=backend, device="cuda", buffer=runner.workspace("cuda", 64 << 20)
-    )
-    runner.plan(wrapper, inputs)
-    assert wrapper._plan.primary.plan.has_prepass
+    wrapper, inputs = planned(case, backend, size=64 << 20)
+    assert is_copied(wrapper)
     out, lse = runner.run(wrapper, inputs)
     runner.compare(inputs, out, lse).check()
     told, _ = with_prepass(case, backend)
@@ -231,9 +216,7 @@ def test_runs_captured_into_a_graph(backend):
     wrapper, inputs = with_prepass(case, backend)
     expected, _ = runner.run(wrapper, inputs)
     q, out = torch.zeros_like(inputs.q), torch.empty_like(expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(q, inputs.cache, out=out)
+    graph, _ = captured(lambda: wrapper.run(q, inputs.cache, out=out))
     q.copy_(inputs.q)
     graph.replay()
     rows = sum(case.qo_lens)
@@ -254,13 +237,6 @@ def test_streams_follow_each_other(backend):
         torch.cuda.current_stream().synchronize()
     for one, (out, lse) in zip((inputs, other, inputs, other), results, strict=True):
         runner.compare(one, out, lse).check()
-
-
-@on_every_backend
-def test_factors_of_heads_take_the_kernel_that_converts(backend):
-    case = dataclasses.replace(BASE, kv_dtype=E4M3, head_scales=True)
-    wrapper, inputs = with_prepass(case, backend)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @on_every_backend

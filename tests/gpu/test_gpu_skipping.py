@@ -20,7 +20,7 @@ def indptr(lengths):
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def peaked(backend, head_dim, dtype=torch.bfloat16, kv_dtype=None):
+def peaked(backend, head_dim, dtype=torch.bfloat16):
     """A planned wrapper and its tensors: of each request, keys from 2048 to 6144 have logits 20
     below the others."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -31,12 +31,12 @@ def peaked(backend, head_dim, dtype=torch.bfloat16, kv_dtype=None):
     q[..., 0], k[..., 0] = 4.0, 0.0
     for begin in (0, KV_LENS[0]):
         k[begin + 2048 : begin + 6144, :, 0] = -5.0
-    q, k, v = q.to(dtype), k.to(kv_dtype or dtype), v.to(kv_dtype or dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     buffer = runner.workspace("cuda")
     wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(buffer, backend=backend)
     wrapper.plan(
         indptr(QO_LENS), indptr(KV_LENS), NUM_HEADS, NUM_KV_HEADS, head_dim, causal=True,
-        sm_scale=1.0, q_data_type=dtype, kv_data_type=kv_dtype, disable_split_kv=True,
+        sm_scale=1.0, q_data_type=dtype, disable_split_kv=True,
     )  # fmt: skip
     return wrapper, q, k, v
 
@@ -61,13 +61,3 @@ def test_long_prompts(backend, head_dim):
     assert wrapper.run(q, k, v).isnan().any()
     again = wrapper.run(q, k, kept, return_lse=True)
     assert all(map(torch.equal, again, dense))
-
-
-@on_every_backend
-def test_8_bits_have_no_such_kernel(backend):
-    fp8 = torch.float8_e4m3fn
-    wrapper, q, k, v = peaked(backend, 128, kv_dtype=fp8)
-    before = wrapper.run(q, k, v)
-    with pytest.raises(NotImplementedError, match="sparsity skipping"):
-        wrapper.run(q, k, v, **{FACTOR: 1.0})
-    assert torch.equal(wrapper.run(q, k, v), before)

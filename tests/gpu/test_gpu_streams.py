@@ -8,8 +8,8 @@ import gc
 import preflash
 import pytest
 import torch
-from backends import on_every_backend
-from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
+from backends import captured, on_every_backend, planned, poisoned
+from preflash.testing import Case, KvForm, MaskKind, build, compare, reference, runner
 from repetition import assert_twenty_runs_are_equal
 
 pytestmark = pytest.mark.gpu
@@ -30,12 +30,22 @@ def sleep(milliseconds: int = 50) -> None:
     torch.cuda._sleep(milliseconds * 2_000_000)
 
 
+REPEATED = Case("long", (1, 7, 130, 1), (9000, 4000, 2500, 0), 7, 1, 128, page_size=16)
+REPEATED = dataclasses.replace(REPEATED, mask=MaskKind.CAUSAL)
+
+
 @on_every_backend
-@pytest.mark.parametrize("case", [CASE, SPLIT, RAGGED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(CASE, SPLIT, RAGGED, REPEATED),
+        dataclasses.replace(REPEATED, name="fixed", fixed_split_size=128),
+        dataclasses.replace(REPEATED, name="whole", disable_split_kv=True),
+    ],
+    ids=lambda case: case.name,
+)
 def test_twenty_runs_are_bitwise_equal(backend, case):
-    inputs = build(case, device="cuda")
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(case, backend)
     assert_twenty_runs_are_equal(wrapper, inputs)
 
 
@@ -45,8 +55,7 @@ def test_automatic_split_is_bitwise_repeatable(backend):
     inputs = build(case, device="cuda")
     results = []
     for _ in range(5):
-        wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-        runner.plan(wrapper, inputs)
+        wrapper = runner.planned(inputs, backend=backend)
         results.append(runner.run(wrapper, inputs))
     runner.compare(inputs, *results[0]).check()
     for out, lse in results[1:]:
@@ -57,9 +66,7 @@ def test_automatic_split_is_bitwise_repeatable(backend):
 @on_every_backend
 @pytest.mark.parametrize("policy", [{"fixed_split_size": 256}, {"disable_split_kv": True}], ids=str)
 def test_a_request_does_not_see_its_company(backend, policy):
-    inputs = build(CASE, device="cuda")
-    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs, **policy)
+    wrapper, inputs = planned(CASE, backend, **policy)
     together = runner.run(wrapper, inputs)
     begin = 0
     for i, (qo_len, kv_len) in enumerate(zip(CASE.qo_lens, CASE.kv_lens, strict=True)):
@@ -146,9 +153,7 @@ def test_short_requests_have_the_same_bits_in_every_tile_class(
                "window_left": window_left, "dtype": torch.bfloat16}  # fmt: skip
     alone = Case("alone", *short, 8, 2, head_dim, **options)
     beside = Case("beside", (*short[0], 300), (*short[1], 700), 8, 2, head_dim, **options)
-    inputs = build(beside, device="cuda")
-    wrapper = runner.make_wrapper(beside, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs, **policy)
+    wrapper, inputs = planned(beside, backend, **policy)
     tall, tall_lse = runner.run(wrapper, inputs)
     runner.compare(inputs, tall, tall_lse).check()
     tall_variant = wrapper.variant
@@ -207,22 +212,33 @@ def test_two_streams_with_a_wrapper_each(backend):
         runner.compare(inputs, out, lse, expected=expected).check()
 
 
+LENGTHS = [
+    dataclasses.replace(CASE, qo_lens=(10 + 7 * i, 3), kv_lens=(300 + 50 * i, 40 + i))
+    for i in range(12)
+]
+MASKED_CASES = [
+    Case("mask", (20 + i, 9), (90, 64 + i), 4, 2, 128, mask=MaskKind.CUSTOM, dtype=torch.float16)
+    for i in range(6)
+]
+
+
 @on_every_backend
-def test_plans_back_to_back_do_not_overwrite_each_other(backend):
+@pytest.mark.parametrize(
+    ("cases", "arrays"), [(LENGTHS, "cpu"), (MASKED_CASES, "cuda")], ids=["lengths", "masks"]
+)
+def test_plans_back_to_back_do_not_overwrite_each_other(backend, cases, arrays):
     """Many plans are uploaded while the stream is still busy; each run gets its own plan."""
-    cases = [
-        dataclasses.replace(CASE, qo_lens=(10 + 7 * i, 3), kv_lens=(300 + 50 * i, 40 + i))
-        for i in range(12)
-    ]
-    made = [build(case, device="cuda", index_device="cpu", seed=i) for i, case in enumerate(cases)]
+    made = [build(case, device="cuda", index_device=arrays, seed=i) for i, case in enumerate(cases)]
     all_expected = [reference(inputs) for inputs in made]
-    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
+    wrapper = runner.make_wrapper(cases[0], backend=backend, device="cuda")
     torch.cuda.synchronize()
     sleep()
     results = []
     for inputs in made:
         runner.plan(wrapper, inputs, non_blocking=True)
         results.append(runner.run(wrapper, inputs))
+        if inputs.custom_mask is not None:
+            inputs.custom_mask.zero_()
     torch.cuda.synchronize()
     for inputs, expected, (out, lse) in zip(made, all_expected, results, strict=True):
         runner.compare(inputs, out, lse, expected=expected).check()
@@ -261,36 +277,6 @@ def test_long_page_lists_back_to_back(backend):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-@on_every_backend
-def test_masks_back_to_back(backend):
-    cases = [
-        Case(
-            f"mask{i}",
-            (20 + i, 9),
-            (90, 64 + i),
-            4,
-            2,
-            128,
-            mask=MaskKind.CUSTOM,
-            dtype=torch.float16,
-        )
-        for i in range(6)
-    ]
-    made = [build(case, device="cuda", seed=i) for i, case in enumerate(cases)]
-    all_expected = [reference(inputs) for inputs in made]
-    wrapper = runner.make_wrapper(cases[0], backend=backend, device="cuda")
-    torch.cuda.synchronize()
-    sleep()
-    results = []
-    for inputs in made:
-        runner.plan(wrapper, inputs)
-        results.append(runner.run(wrapper, inputs))
-        inputs.custom_mask.zero_()
-    torch.cuda.synchronize()
-    for inputs, expected, (out, lse) in zip(made, all_expected, results, strict=True):
-        runner.compare(inputs, out, lse, expected=expected).check()
-
-
 @pytest.fixture
 def no_sync():
     torch.cuda.synchronize()
@@ -310,18 +296,16 @@ def test_host_indptr_costs_no_sync(backend, case, request):
             setattr(inputs, name, array.pin_memory())
     if inputs.indices is not None:
         inputs.indices = inputs.indices.cuda()
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
-    out = poison((inputs.q.shape[0], 8, 128), case.dtype, "cuda")
-    lse = poison(out.shape[:2], torch.float32, "cuda")
+    wrapper = runner.planned(inputs, backend=backend)
+    outputs = poisoned(inputs)
     # The first launch of a kernel loads it, which may wait.
-    runner.run(wrapper, inputs, out=out, lse=lse)
+    runner.run(wrapper, inputs, **outputs)
     request.getfixturevalue("no_sync")
 
     stream = torch.cuda.current_stream()
     sleep()
     runner.plan(wrapper, inputs, non_blocking=True)
-    result = runner.run(wrapper, inputs, out=out, lse=lse)
+    result = runner.run(wrapper, inputs, **outputs)
     # The device is still asleep: nobody has waited for it, in torch's ways or any other.
     assert not stream.query()
     torch.cuda.set_sync_debug_mode("default")
@@ -331,9 +315,7 @@ def test_host_indptr_costs_no_sync(backend, case, request):
 
 @on_every_backend
 def test_run_costs_no_sync_with_device_indptr(backend, request):
-    inputs = build(CASE, device="cuda")
-    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper, inputs = planned(CASE, backend)
     runner.run(wrapper, inputs)
     request.getfixturevalue("no_sync")
     sleep()
@@ -361,8 +343,7 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
         for _ in range(3):
             runner.plan(wrapper, inputs)
             runner.run(wrapper, inputs)
-    out = poison((inputs.q.shape[0], case.num_qo_heads, case.dim_vo), case.dtype, "cuda")
-    lse = poison(out.shape[:2], torch.float32, "cuda")
+    outputs = poisoned(inputs)
     torch.cuda.synchronize()
     with torch.cuda.stream(planning):
         sleep(500)  # a mask's plan allocates pinned memory: tens of milliseconds beside other tests
@@ -373,7 +354,7 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
     if inputs.custom_mask is not None:
         inputs.custom_mask.zero_()
     with torch.cuda.stream(running):
-        result = runner.run(wrapper, inputs, out=out, lse=lse)
+        result = runner.run(wrapper, inputs, **outputs)
     assert not planning.query()
     running.synchronize()
     assert planning.query()  # what ran came after the plan
@@ -384,43 +365,16 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
 def test_capture_on_another_stream_finds_the_upload(backend):
     """A capture cannot wait for an event from outside: the upload is waited for beforehand."""
     inputs = build(CASE, device="cuda", index_device="cpu")
-    wrapper = runner.make_wrapper(CASE, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
-    out = poison((inputs.q.shape[0], CASE.num_qo_heads, CASE.dim_vo), CASE.dtype, "cuda")
-    lse = poison(out.shape[:2], torch.float32, "cuda")
-    runner.run(wrapper, inputs, out=out, lse=lse)
+    wrapper = runner.planned(inputs, backend=backend)
+    out, lse = runner.run(wrapper, inputs)
     torch.cuda.synchronize()
     runner.plan(wrapper, inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner.run(wrapper, inputs, out=out, lse=lse)
+    graph, _ = captured(lambda: runner.run(wrapper, inputs, out=out, lse=lse))
     out.fill_(float("nan"))
     lse.fill_(float("nan"))
     graph.replay()
     torch.cuda.synchronize()
     runner.compare(inputs, out, lse).check()
-
-
-@on_every_backend
-def test_run_is_capturable_with_a_fixed_plan(backend):
-    """One plan, captured once and replayed on new numbers, without use_cuda_graph=True."""
-    inputs = build(SPLIT, device="cuda")
-    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
-    out = poison((inputs.q.shape[0], 8, 128), SPLIT.dtype, "cuda")
-    lse = poison(out.shape[:2], torch.float32, "cuda")
-    runner.run(wrapper, inputs, out=out, lse=lse)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        runner.run(wrapper, inputs, out=out, lse=lse)
-    for factor in (0.5, -2.0):
-        inputs.q.mul_(factor)
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        runner.compare(inputs, out, lse).check()
 
 
 @on_every_backend
@@ -467,16 +421,10 @@ def test_ragged_offsets_over_2_31(backend):
     k, v = (torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
     k[-300:], v[-300:] = inputs.k[1:301], inputs.v[1:301]
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    wrapper.plan(
-        torch.tensor([0, 0, 70], dtype=torch.int32),
-        torch.tensor([0, tokens - 300, tokens], dtype=torch.int32),
-        8,
-        8,
-        128,
-        causal=True,
-        q_data_type=torch.bfloat16,
-        disable_split_kv=True,
-    )
+    indptrs = ([0, 0, 70], [0, tokens - 300, tokens])
+    indptrs = (torch.tensor(values, dtype=torch.int32) for values in indptrs)
+    options = {"causal": True, "q_data_type": torch.bfloat16, "disable_split_kv": True}
+    wrapper.plan(*indptrs, 8, 8, 128, **options)
     out, lse = wrapper.run(inputs.q[1:], k, v, return_lse=True)
     expected = reference(inputs).map(lambda rows: rows[1:])
     compare(out, lse, expected).check()
@@ -523,8 +471,7 @@ def test_outputs_are_written_and_nothing_else(backend):
     tokens = inputs.q.shape[0]
     out = torch.full((tokens + 4, 10, 160), 7.0, dtype=torch.bfloat16, device="cuda")
     lse = torch.full((tokens + 4, 10), 7.0, device="cuda")
-    wrapper = runner.make_wrapper(SPLIT, backend=backend, device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=backend)
     view, lse_view = out[2:-2, 1:9, 16:144], lse[2:-2, 1:9]
     runner.run(wrapper, inputs, out=view, lse=lse_view)
     runner.compare(inputs, view, lse_view).check()

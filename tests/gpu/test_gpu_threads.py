@@ -1,14 +1,11 @@
 """Several threads with a wrapper and a stream each, and children of a process that uses a GPU."""
 
 import dataclasses
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from backends import GPU_BACKENDS, on_every_backend
+from backends import on_every_backend, passes
 from preflash.testing import Case, MaskKind, build, reference, runner
 
 pytestmark = pytest.mark.gpu
@@ -74,13 +71,6 @@ FORK = """
 """
 
 
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_every_backend
 def test_a_forked_child_leaves_the_gpu_alone(backend):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORK), backend],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.stdout.strip() == "passed", done.stdout + done.stderr
+    passes(FORK, backend)

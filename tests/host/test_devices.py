@@ -100,17 +100,22 @@ def tables(tmp_path_factory, kernels):
     return library.parent
 
 
+def plans_under(facts: str, tables: Path) -> subprocess.CompletedProcess:
+    """Runs PLANS where the libraries report these facts of a GPU."""
+    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", PLANS, str(tables)],
+        env={**os.environ, "PREFLASH_GPU_FACTS": facts, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_row_plans(gpu, tables, kernels):
     facts = dict(zip(FACTS, GPUS[gpu], strict=True))
     given = ",".join(f"{name}={value}" for name, value in facts.items())
-    paths = [str(ROOT / "tests"), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", PLANS, str(tables)],
-        env={**os.environ, "PREFLASH_GPU_FACTS": given, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
+    done = plans_under(given, tables)
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)
     assert len(plans) == 10 * 7 * 5 * 2 * 2  # features, dtypes, head dims, lengths, graphs
@@ -129,11 +134,6 @@ def test_every_row_plans(gpu, tables, kernels):
 
 @pytest.mark.parametrize("given", ["smem=1", "num_sms", "num_sms=-3", "num_sms=x"])
 def test_facts_that_are_none(given, tables):
-    done = subprocess.run(
-        [sys.executable, "-c", PLANS, str(tables)],
-        env={**os.environ, "PREFLASH_GPU_FACTS": given, "PYTHONPATH": str(ROOT / "tests")},
-        capture_output=True,
-        text=True,
-    )
+    done = plans_under(given, tables)
     assert done.returncode != 0
     assert re.search(rf"PREFLASH_GPU_FACTS={given}: '{given}' must be", done.stderr), done.stderr

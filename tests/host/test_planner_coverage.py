@@ -93,23 +93,17 @@ def test_random_custom_mask(seed):
     assert made.requests["mask_begin"].tolist() == mask_indptr[:-1]
 
 
-def test_empty_batch():
-    made = plan(qo_indptr=[0], kv_indptr=[0])
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "num_items"),
+    [([], [], 0), ([0, 0], [100, 0], 0), ([5, 3], [0, 0], 4)],
+    ids=["no requests", "no queries", "no keys"],
+)
+def test_requests_without_queries_or_keys(qo_lens, kv_lens, num_items):
+    """Rows without keys are written, by items without a tile."""
+    made = plan(**ragged(qo_lens, kv_lens, tile_m=16))
     check(made)
-    assert made.sizes["num_items"] == made.sizes["num_ctas"] == made.sizes["num_merges"] == 0
-
-
-def test_no_queries_no_items():
-    made = plan(**ragged([0, 0], [100, 0]))
-    check(made)
-    assert made.sizes["num_items"] == 0
-
-
-def test_requests_without_keys_still_write_their_rows():
-    made = plan(**ragged([5, 3], [0, 0], tile_m=16))
-    check(made)
-    assert made.sizes["num_items"] == 4
-    assert made.sizes["num_kv_tiles"] == 0
+    assert made.sizes["num_items"] == made.sizes["num_ctas"] == num_items
+    assert made.sizes["num_merges"] == made.sizes["num_kv_tiles"] == 0
     assert (made.items["partial_row"] == -1).all()
 
 

@@ -152,15 +152,10 @@ def test_sections_keep_kv_inside_the_l2():
     grouped = plan(**case, l2_bytes=budget_pairs * kv_bytes * 8 // 5)
     assert sorted(plain.items.tolist()) == sorted(grouped.items.tolist())
     assert in_flight(plain, 264) > 30
-    # Where one section ends and the next begins, both are in flight.
+    # Both sections are in flight at the boundary between them.
     assert in_flight(grouped, 264) <= 2 * budget_pairs
     typical = [(int(i["request"]), int(i["kv_head"])) for i in grouped.items[264 : 2 * 264]]
     assert len(set(typical)) <= budget_pairs
-
-
-def test_one_section_holds_what_the_l2_does():
-    case = ragged([16384], [16384], causal=True, **GQA, tile_m=128)
-    assert np.array_equal(plan(**case, l2_bytes=0).items, plan(**case, l2_bytes=1 << 40).items)
 
 
 SHORT = ragged([1024] * 16, [1024] * 16, causal=True, num_qo_heads=16, num_kv_heads=16)
@@ -251,11 +246,17 @@ def test_no_long_item_starts_late(heads, lengths):
     assert grouped.sizes["makespan_kv_tiles"] <= 1.05 * plain.sizes["makespan_kv_tiles"]
 
 
-def test_decode_is_not_grouped():
-    """With one query tile per request nothing is read twice, so the L2 does not matter."""
-    kv_lens = [9000 + 64 * i for i in range(16)]
-    case = ragged([1] * 16, kv_lens, **GQA, fixed_split_size=1024, num_sms=1)
-    assert np.array_equal(plan(**case, l2_bytes=1 << 20).items, plan(**case, l2_bytes=0).items)
+ONE_REQUEST = ragged([16384], [16384], causal=True, **GQA, tile_m=128)
+DECODE = ragged([1] * 16, [9000 + 64 * i for i in range(16)], **GQA, fixed_split_size=1024)
+
+
+@pytest.mark.parametrize(
+    ("case", "l2_bytes"),
+    [(ONE_REQUEST, 1 << 40), (DECODE | {"num_sms": 1}, 1 << 20)],
+    ids=["everything fits", "decode reads nothing twice"],
+)
+def test_batches_that_are_not_grouped(case, l2_bytes):
+    assert np.array_equal(plan(**case, l2_bytes=l2_bytes).items, plan(**case, l2_bytes=0).items)
 
 
 def test_very_unequal_costs_stay_in_order():

@@ -4,33 +4,17 @@ and 0.85 to 0.94 (fa3) of the time of both at the first four mixes, and more tha
 at the last."""
 
 import pytest
+import support_table
 import torch
 from preflash import _core
 
-DTYPE = _core.DType.bfloat16
-FAMILIES = _core.Family
+CPU, SM80, SM90 = _core.Family.cpu, _core.Family.sm80, _core.Family.sm90
 
 
 def options(causal, **changes):
-    plain = {
-        "num_qo_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim_qk": 128,
-        "head_dim_vo": 128,
-        "q_dtype": DTYPE,
-        "kv_dtype": DTYPE,
-        "o_dtype": DTYPE,
-        "causal": causal,
-        "window_left": -1,
-        "mask": _core.Mask.bounds,
-        "position": _core.Position.none,
-        "rope_scale": 1.0,
-        "rope_theta": 1e4,
-        "soft_cap": 0.0,
-        "fixed_split_size": 0,
-        "disable_split": False,
-    }
-    return _core.AttentionOptions(**{**plain, **changes})
+    heads = {"num_qo_heads": 32, "num_kv_heads": 8, "causal": causal}
+    dtypes = support_table._Dtypes(_core.DType.bfloat16, _core.DType.bfloat16)
+    return support_table._usual(dtypes, 128, 128).replace(**{**heads, **changes})
 
 
 def batch(requests, qo_len, kv_len):
@@ -38,7 +22,7 @@ def batch(requests, qo_len, kv_len):
     return _core.Batch(_core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, requests), page_size=0)
 
 
-def apart(prefill, decode, family=FAMILIES.sm80, causal=True, **changes):
+def apart(prefill, decode, family=SM80, causal=True, **changes):
     """prefill: requests and tokens; decode: requests and keys."""
     count, tokens = prefill
     requests, keys = decode
@@ -49,40 +33,49 @@ def apart(prefill, decode, family=FAMILIES.sm80, causal=True, **changes):
     )
 
 
+MEASURED = {
+    ((2, 2048), (128, 2048)): False,
+    ((1, 2048), (128, 2048)): False,
+    ((1, 4096), (128, 4096)): False,
+    ((1, 4096), (128, 8192)): False,
+    ((1, 512), (64, 8192)): True,
+    ((1, 8192), (32, 1024)): True,
+}
+NARROW = {"head_dim_qk": 64, "head_dim_vo": 64}
+EIGHTY = {"head_dim_qk": 80, "head_dim_vo": 80}
+LONG, GQA = ((1, 8192), (32, 1024)), ((1, 4096), (128, 2048))
+
+
 @pytest.mark.parametrize(
-    ("prefill", "decode", "expected"),
+    ("family", "mix", "changes", "expected"),
     [
-        ((2, 2048), (128, 2048), False),
-        ((1, 2048), (128, 2048), False),
-        ((1, 4096), (128, 4096), False),
-        ((1, 4096), (128, 8192), False),
-        ((1, 512), (64, 8192), True),
-        ((1, 8192), (32, 1024), True),
+        *((family, mix, {}, two) for mix, two in MEASURED.items() for family in (SM80, SM90)),
+        *((CPU, mix, {}, False) for mix in MEASURED),  # one launch never takes longer
+        # The prefill takes 3 times as long as the decode batch on fa3, and 6 times on fa2.
+        (SM80, ((1, 8192), (90, 2048)), {}, True),
+        (SM90, ((1, 8192), (90, 2048)), {}, False),
+        # With narrow heads one launch saves only the time between two launches on fa3.
+        (SM90, GQA, {}, False),
+        (SM90, GQA, NARROW, True),
+        (SM80, GQA, NARROW, False),
+        (SM90, GQA, EIGHTY, False),  # computed in kernels of 128
+        (SM90, ((1, 512), (2, 512)), NARROW, False),
+        # Little work is one launch.
+        (SM80, ((1, 512), (1, 1)), {}, False),
+        (SM80, ((1, 16), (8, 1024)), {}, False),
+        (SM80, ((0, 0), (0, 0)), {}, False),
+        # A window of 64 tokens leaves a 64th of the pairs, a chunk half of that: little work.
+        (SM80, LONG, {"window_left": 64}, False),
+        (SM80, LONG, {"chunk_size": 64}, False),
+        (SM80, LONG, {"causal": False}, True),
+        # Five times the query heads are five times the work of a prefill.
+        (SM80, ((1, 5000), (128, 1024)), {}, False),
+        (SM80, ((1, 5000), (128, 1024)), {"num_qo_heads": 160}, True),
     ],
+    ids=str,
 )
-def test_measured_mixes(prefill, decode, expected):
-    for family in (FAMILIES.sm80, FAMILIES.sm90):
-        assert apart(prefill, decode, family) is expected
-    assert not apart(prefill, decode, FAMILIES.cpu)  # whose one launch never takes longer
-
-
-def test_each_family_has_its_own_bounds():
-    """The prefill takes 3 times as long as the decode batch on fa3, and 6 times as long on fa2."""
-    mix = (1, 8192), (90, 2048)
-    assert apart(*mix, FAMILIES.sm80)
-    assert not apart(*mix, FAMILIES.sm90)
-
-
-def test_narrow_heads_on_fa3():
-    """One launch saves only the time between two launches there."""
-    narrow = {"head_dim_qk": 64, "head_dim_vo": 64}
-    mix = (1, 4096), (128, 2048)
-    assert not apart(*mix, FAMILIES.sm90)
-    assert apart(*mix, FAMILIES.sm90, **narrow)
-    assert not apart(*mix, FAMILIES.sm80, **narrow)
-    # Computed in kernels of 128, which do gain.
-    assert not apart(*mix, FAMILIES.sm90, head_dim_qk=80, head_dim_vo=80)
-    assert not apart((1, 512), (2, 512), FAMILIES.sm90, **narrow)
+def test_mixes(family, mix, changes, expected):
+    assert apart(*mix, family, **changes) is expected
 
 
 def test_a_prefill_that_leaves_sms_idle():
@@ -92,25 +85,8 @@ def test_a_prefill_that_leaves_sms_idle():
     for tokens, expected in ((400, True), (800, False)):
         chunk = batch(1, tokens, tokens + 5000)
         sides = (options(True), chunk), (options(False), few)
-        assert _core.prefer_two_launches(FAMILIES.sm90, *sides) is expected
-        assert not _core.prefer_two_launches(FAMILIES.sm80, *sides)
-
-
-def test_little_work_is_one_launch():
-    assert not apart((1, 512), (1, 1))
-    assert not apart((1, 16), (8, 1024))
-    assert not apart((0, 0), (0, 0))
-
-
-def test_what_a_mask_leaves_is_what_counts():
-    assert apart((1, 8192), (32, 1024))
-    # A window of 64 tokens leaves a 64th of the pairs, a chunk half of that: little work.
-    assert not apart((1, 8192), (32, 1024), window_left=64)
-    assert not apart((1, 8192), (32, 1024), chunk_size=64)
-    assert apart((1, 8192), (32, 1024), causal=False)
-    # Five times the query heads are five times the work of a prefill.
-    assert not apart((1, 5000), (128, 1024))
-    assert apart((1, 5000), (128, 1024), num_qo_heads=160)
+        assert _core.prefer_two_launches(SM90, *sides) is expected
+        assert not _core.prefer_two_launches(SM80, *sides)
 
 
 def test_requests_without_tokens_or_keys_count_nothing():
@@ -121,7 +97,7 @@ def test_requests_without_tokens_or_keys_count_nothing():
     for keys in (1024, 8192):
         results = [
             _core.prefer_two_launches(
-                FAMILIES.sm80, (options(True), one), (options(False), batch(32, 1, keys))
+                SM80, (options(True), one), (options(False), batch(32, 1, keys))
             )
             for one in (prefill, alone)
         ]

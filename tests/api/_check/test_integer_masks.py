@@ -1,4 +1,4 @@
-"""Dense masks of integers: 0 leaves out, everything else keeps, wherever the mask is."""
+"""Dense masks of integers, on any device: 0 leaves a key out, every other value keeps it."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import preflash
 import pytest
 import torch
 import wrapper_options
+from planned_cases import check_run, unplanned
 from preflash.testing import Case, MaskKind, build, runner
 
 SINGLE = Case("single", (9,), (70,), 4, 2, 64, mask=MaskKind.CUSTOM)
@@ -13,7 +14,7 @@ PAGED = Case("paged", (5, 0, 33), (60, 7, 200), 4, 2, 64, page_size=16, mask=Mas
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-PLACES = pytest.mark.parametrize("on_host", [False, True], ids=["beside q", "on the host"])
+PLACES = pytest.mark.parametrize("on_host", [False, True], ids=["device of q", "host"])
 
 
 def integers(mask: torch.Tensor, dtype: torch.dtype, on_host: bool) -> torch.Tensor:
@@ -60,11 +61,10 @@ def test_batches(target, case, dtype, on_host):
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
 def test_into_the_buffer_of_a_graph(target, case):
     inputs = build(case, device=target.device)
-    buffers = wrapper_options.graph_options(inputs)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, **buffers)
+    inputs, wrapper = unplanned(case, target, **wrapper_options.graph_options(inputs))
     mask = integers(inputs.custom_mask, torch.int32, False)
     runner.plan(wrapper, inputs, custom_mask=mask)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])

@@ -1,30 +1,23 @@
-"""Tensors that have no memory, or the same memory twice, or whose memory holds other numbers, are
-refused by name: kernels get addresses."""
+"""Tensors without memory, tensors that share memory, and tensors whose memory holds other numbers
+are refused by name: kernels get addresses."""
 
 import contextlib
+import itertools
 import math
 
 import preflash
 import pytest
 import torch
-from preflash._check import validate
-from preflash._wrappers import single
+from planned_cases import PAGED_ARRAYS, check_run, plan_arguments, planned
 from preflash.testing import Case, MaskKind, build, oracle, runner
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.nn import UninitializedParameter
 from torch.testing._internal.two_tensor import TwoTensor
 
 
-def fake(t):
-    return FakeTensorMode().from_tensor(t)
-
-
-def freed(t):
+def resized(t, size):
     t = t.clone()
-    t.untyped_storage().resize_(0)
+    t.untyped_storage().resize_(size)
     return t
 
 
@@ -36,12 +29,6 @@ def freed_view(t):
     return view
 
 
-def too_small(t):
-    t = t.clone()
-    t.untyped_storage().resize_(t.nbytes - 1)
-    return t
-
-
 def too_small_strided(t):
     wide = torch.cat([t, t], -1)
     view = wide[..., : t.shape[-1]]
@@ -49,73 +36,195 @@ def too_small_strided(t):
     return view
 
 
-def nested(t):
-    return torch.nested.nested_tensor([t, t[:1]])
+def nested(t, **options):
+    return torch.nested.nested_tensor([t, t[:1]], **options)
 
 
-def jagged(t):
-    return torch.nested.nested_tensor([t, t[:1]], layout=torch.jagged)
-
-
-WITHOUT_MEMORY = {
-    "meta": (lambda t: t.to("meta"), "on the device meta"),
-    "fake": (fake, "FakeTensor"),
-    "freed": (freed, "0 bytes and it needs"),
-    "freed_view": (freed_view, "0 bytes and it needs"),
-    "too_small": (too_small, "was it freed"),
-    "too_small_strided": (too_small_strided, "was it freed"),
-    "zero_tensor": (
-        lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
-        "ZeroTensor",
-    ),
-    "wrapper_subclass": (lambda t: TwoTensor(t, t), "TwoTensor"),
-}
-OTHER_LAYOUTS = {
-    "sparse": (torch.Tensor.to_sparse, "sparse_coo"),
-    "nested": (nested, "nested"),
-    "jagged": (jagged, "nested"),
-}
+# (spoil, a pattern of the message, error)
 BAD = {
-    **{name: (*entry, ValueError) for name, entry in WITHOUT_MEMORY.items()},
+    "meta": (lambda t: t.to("meta"), "on (the device )?meta", ValueError),
+    "fake": (lambda t: FakeTensorMode().from_tensor(t), "FakeTensor", ValueError),
+    "freed": (lambda t: resized(t, 0), "0 bytes and it needs", ValueError),
+    "freed_view": (freed_view, "0 bytes and it needs", ValueError),
+    "too_small": (lambda t: resized(t, t.nbytes - 1), "was it freed", ValueError),
+    "too_small_strided": (too_small_strided, "was it freed", ValueError),
+    "zero_tensor": (lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
+        "ZeroTensor", ValueError),
+    "wrapper_subclass": (lambda t: TwoTensor(t, t), "TwoTensor", ValueError),
     "negative": (torch._neg_view, "negative view", ValueError),
-    **{name: (*entry, TypeError) for name, entry in OTHER_LAYOUTS.items()},
+    "sparse": (torch.Tensor.to_sparse, "sparse_coo", TypeError),
+    "nested": (nested, "nested", TypeError),
+    "jagged": (lambda t: nested(t, layout=torch.jagged), "nested", TypeError),
+}  # fmt: skip
+KINDS = [kind for kind in BAD if kind != "jagged"]
+
+# The cases and calls.
+
+PAGED = Case("paged", (33, 5), (40, 90), 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
+RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64, mask=MaskKind.PACKED)
+RUN = Case("run", (33, 5), (40, 90), 4, 2, 64)
+
+
+class Host:
+    device = backend = "cpu"
+
+
+def plan_with(case, target, name, spoil):
+    """plan() with one argument spoilt."""
+    inputs = build(case, device=target.device, index_device="cpu")
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    hints = {
+        "seq_lens": torch.tensor(case.kv_lens),
+        "seq_lens_q": torch.tensor(case.qo_lens),
+        "block_tables": torch.zeros(2, 6, dtype=torch.int32),
+    }
+    given = plan_arguments(inputs)
+    wrapper.plan(**{**given, name: spoil({**hints, **given}[name])})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((PAGED, name) for name in (*PAGED_ARRAYS, "custom_mask", "seq_lens", "block_tables")),
+        *((RAGGED, name) for name in ("kv_indptr", "packed_custom_mask", "seq_lens_q")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_plan(target, case, name, kind):
+    spoil, why, error = BAD[kind]
+    with pytest.raises(error, match=f"{name} .*{why}"):
+        plan_with(case, target, name, spoil)
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "seq_lens_q"])
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
+def test_lengths_on_another_device(case, name):
+    """Every machine has the device "meta"; a fake tensor on cuda:1 asks CUDA for two GPUs."""
+    elsewhere = torch.empty(2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=f"{name} is on meta; must be on the CPU or on cpu"):
+        plan_with(case, Host(), name, lambda _: elsewhere)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_workspace(target, kind):
+    spoil, _, error = BAD[kind]
+    buffer = target.to(torch.empty(64, 64, dtype=torch.uint8))
+    with pytest.raises(error, match="float_workspace_buffer"):
+        preflash.BatchPrefillWithPagedKVCacheWrapper(spoil(buffer))
+
+
+# A call of shapes that were seen before looks at addresses alone; only the first one asks how large
+# a storage still is.
+BEHIND = "has no memory behind it"
+SEEN_AND_KIND = [
+    (seen, kind)
+    for seen in ("first", "cached")
+    for kind in BAD
+    if seen == "first" or not kind.startswith("too_small")
+]
+
+
+@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
+def test_run(target, kind, name, seen):
+    spoil, why, error = BAD[kind]
+    inputs, wrapper = planned(RUN, target)
+    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": torch.empty_like(inputs.q)}
+    arguments |= {"lse": torch.empty(38, 4, device=target.device), "return_lse": True}
+    if seen == "cached":
+        wrapper.run(**arguments)
+    with pytest.raises(error, match=f"^{name} .*({why}|{BEHIND})"):
+        wrapper.run(**{**arguments, name: spoil(arguments[name])})
+
+
+TOKENS = itertools.count(11)  # no two calls have the same shapes
+
+
+@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_single(target, kind, name, seen):
+    spoil, why, error = BAD[kind]
+    heads = {"q": 4, "k": 2, "v": 2}
+    tokens = next(TOKENS)
+    tensors = {name: target.to(torch.ones(tokens, n, 64).half()) for name, n in heads.items()}
+    if seen == "cached":
+        preflash.single_prefill_with_kv_cache(**tensors, backend=target.backend)
+    with pytest.raises(error, match=f"^{name} .*({why}|{BEHIND})"):
+        preflash.single_prefill_with_kv_cache(
+            **{**tensors, name: spoil(tensors[name])}, backend=target.backend
+        )
+
+
+STATES = {
+    preflash.merge_state: ("v_a", "s_a", "v_b", "s_b"),
+    preflash.merge_state_in_place: ("v", "s", "v_other", "s_other"),
+    preflash.merge_states: ("v", "s"),
 }
-bad_tensors = pytest.mark.parametrize(("spoil", "why", "error"), BAD.values(), ids=BAD)
 
 
-@bad_tensors
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
-def test_one_tensor(target, spoil, why, error, dtype):
-    t = target.to(torch.ones(6, 4, dtype=dtype))
-    assert validate.tensor("x", t) is t
-    with pytest.raises(error, match=f"x .*{why}"):
-        validate.tensor("x", spoil(t))
+@pytest.mark.parametrize(("spoil", "why", "error"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("merge", STATES, ids=lambda merge: merge.__name__)
+def test_merges(target, merge, spoil, why, error):
+    shape = (3, 2, 2) if merge is preflash.merge_states else (3, 2)
+    states = {
+        name: torch.ones(*shape, *([8] if name[0] == "v" else []), device=target.device)
+        for name in STATES[merge]
+    }
+    for name, state in states.items():
+        with pytest.raises(error, match=f"{name} .*{why}"):
+            merge(**{**states, name: spoil(state)})
 
 
-def test_mkldnn():
-    with pytest.raises(TypeError, match=r"x .*_mkldnn"):
-        validate.tensor("x", torch.ones(2, 3).to_mkldnn())
+@pytest.mark.parametrize("kind", KINDS)
+def test_packbits(target, kind):
+    spoil, why, error = BAD[kind]
+    bits = target.to(torch.ones(16, dtype=torch.uint8))
+    indptr = torch.tensor([0, 7, 16], dtype=torch.int32)
+    for name, call in {
+        f"x .*{why}": lambda: preflash.packbits(spoil(bits)),
+        "x ": lambda: preflash.segment_packbits(spoil(bits), indptr),
+        "indptr ": lambda: preflash.segment_packbits(bits, spoil(indptr)),
+    }.items():
+        with pytest.raises(error, match=name):
+            call()
 
 
-def test_uninitialized_parameter():
-    with pytest.raises(ValueError, match=r"x has no memory"):
-        validate.tensor("x", torch.nn.UninitializedParameter())
+def functionalized():
+    return torch.func.functionalize(preflash.packbits)(torch.ones(8).bool())
 
 
-def test_quantized(target):
-    q = torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8)
-    with pytest.raises(TypeError, match=r"x is torch\.quint8"):
-        preflash.packbits(q)
+def quantized():
+    preflash.packbits(torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8))
 
 
-def test_a_nested_mask(target):
-    q, k = (torch.zeros(n, 1, 64, dtype=torch.float16, device=target.device) for n in (2, 5))
-    with pytest.raises(TypeError, match="custom_mask is a nested tensor"):
-        preflash.single_prefill_with_kv_cache(q, k, k, custom_mask=nested(torch.ones(2, 5) > 0))
+def merge_of(v):
+    s = torch.ones(3, 2)
+    preflash.merge_state(v, s, torch.ones(3, 2, 8), s)
+
+
+def nested_mask():
+    q, k = (torch.zeros(n, 1, 64) for n in (2, 5))
+    preflash.single_prefill_with_kv_cache(q, k, k, custom_mask=nested(torch.ones(2, 5) > 0))
 
 
 @pytest.mark.parametrize(
-    "good",
+    ("call", "error", "says"),
+    [
+        (functionalized, ValueError, r"x has no memory.*torch\.func"),
+        (quantized, TypeError, r"x is torch\.quint8"),
+        (nested_mask, TypeError, "custom_mask is a nested tensor"),
+        (lambda: merge_of(torch.ones(3, 2, 8).to_mkldnn()), TypeError, "v_a .*_mkldnn"),
+        (lambda: merge_of(UninitializedParameter(requires_grad=False)), ValueError, "v_a has no"),
+    ],
+)
+def test_other_refusals(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
+
+
+@pytest.mark.parametrize(
+    "s",
     [
         torch.ones(6, 4)[2:],
         torch.ones(6, 4)[:, 1:3],
@@ -124,34 +233,20 @@ def test_a_nested_mask(target):
         torch.ones(6, 4)[5:, 3:],
         torch.empty(0, 4),
         torch.ones(6, 4)[6:],
-        torch.tensor(3.0),
-        torch.nn.Parameter(torch.ones(3)),
-        torch.empty_strided((3, 0), (1000, 1)),
+        torch.nn.Parameter(torch.ones(3, 2), requires_grad=False),
+        torch.empty_strided((0, 3), (1, 1000)),
     ],
     ids=lambda t: f"{tuple(t.shape)}{t.stride()}",
 )
-def test_what_has_memory_passes(target, good):
-    good = target.to(good)
-    assert validate.tensor("x", good) is good
+def test_views_have_memory(target, s):
+    s = target.to(s)
+    v = torch.full((*s.shape, 8), 3.0, device=target.device)
+    merged_v, merged_s = preflash.merge_state(v, s, v, s)
+    torch.testing.assert_close(merged_v, v, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(merged_s, s + 1, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, x: torch.vmap(f)(x[None]),
-        lambda f, x: torch.func.grad(lambda t: f(t).sum())(x),
-        lambda f, x: torch.func.functionalize(f)(x),
-        lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    ],
-    ids=["vmap", "grad", "functionalize", "jvp"],
-)
-def test_transforms(transform):
-    def inner(t):
-        validate.tensor("x", t)
-        return t
-
-    with pytest.raises(ValueError, match=r"x has no memory.*torch\.func"):
-        transform(inner, torch.ones(6, 4))
+# Transforms and modes around plain tensors: their results have no memory.
 
 
 @pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp"])
@@ -173,145 +268,10 @@ def test_transforms_around_plain_tensors(transform):
         getattr(torch.func, transform)(inner)(x)
 
 
-# Each entry point, with the name of each of its tensors.
-
-PAGED = Case("paged", (33, 5), (40, 90), 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
-RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64, mask=MaskKind.PACKED)
-PAGED_TABLE = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-
-
-def planned_with(case, target, name, spoil):
-    """plan() with one argument spoilt."""
-    inputs = build(case, device=target.device, index_device="cpu")
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    positional, options = runner.plan_arguments(inputs)
-    table = PAGED_TABLE if case.paged else ("qo_indptr", "kv_indptr")
-    lengths = dict(zip(table, positional, strict=False))
-    extra = {
-        "seq_lens": torch.tensor(case.kv_lens),
-        "seq_lens_q": torch.tensor(case.qo_lens),
-        "block_tables": torch.zeros(2, 6, dtype=torch.int32),
-    }
-    given = {**lengths, **options}
-    given[name] = spoil(given[name] if name in given else extra[name])
-    names = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")
-    heads = dict(zip(names, positional[len(table) :], strict=False))
-    wrapper.plan(**given, **heads)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "jagged"])
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
-        *((PAGED, name) for name in (*PAGED_TABLE, "custom_mask", "seq_lens", "block_tables")),
-        *((RAGGED, name) for name in ("kv_indptr", "packed_custom_mask", "seq_lens_q")),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-def test_plan(target, case, name, kind):
-    spoil, _, error = BAD[kind]
-    with pytest.raises(error, match=name):
-        planned_with(case, target, name, spoil)
-
-
-def test_a_workspace(target):
-    for spoil, _, error in BAD.values():
-        buffer = target.to(torch.empty(64, 64, dtype=torch.uint8))
-        with pytest.raises(error, match="float_workspace_buffer"):
-            preflash.BatchPrefillWithPagedKVCacheWrapper(spoil(buffer))
-
-
-# A call of shapes that were seen before looks at addresses alone; only the first one asks how large
-# a storage still is.
-SEEN_AND_KIND = [
-    (seen, kind)
-    for seen in ("first", "cached")
-    for kind in BAD
-    if seen == "first" or not kind.startswith("too_small")
-]
-
-
-@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
-@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
-def test_run(target, kind, name, seen):
-    spoil = BAD[kind][0]
-    case = Case("run", (33, 5), (40, 90), 4, 2, 64)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    arguments = {
-        "q": inputs.q,
-        "k": inputs.k,
-        "v": inputs.v,
-        "out": torch.empty_like(inputs.q),
-        "lse": torch.empty(38, 4, device=target.device),
-    }
-    if seen == "cached":
-        wrapper.run(**arguments, return_lse=True)
-    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
-        wrapper.run(**{**arguments, name: spoil(arguments[name])}, return_lse=True)
-
-
-@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_single(target, kind, name, seen, monkeypatch):
-    spoil = BAD[kind][0]
-    arguments = {
-        "q": target.to(torch.ones(5, 4, 64).half()),
-        "k": target.to(torch.ones(9, 2, 64).half()),
-        "v": target.to(torch.ones(9, 2, 64).half()),
-    }
-    monkeypatch.setattr(single, "_cache", single._Cache())
-    if seen == "cached":
-        preflash.single_prefill_with_kv_cache(**arguments, backend=target.backend)
-    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
-        preflash.single_prefill_with_kv_cache(
-            **{**arguments, name: spoil(arguments[name])}, backend=target.backend
-        )
-
-
-@bad_tensors
-def test_merges(target, spoil, why, error):
-    v, s = target.to(torch.ones(3, 2, 8)), target.to(torch.ones(3, 2))
-    for position, name in enumerate(("v_a", "s_a", "v_b", "s_b")):
-        arguments = [v, s, v.clone(), s.clone()]
-        arguments[position] = spoil(arguments[position])
-        with pytest.raises(error, match=f"{name} "):
-            preflash.merge_state(*arguments)
-    for position, name in enumerate(("v", "s", "v_other", "s_other")):
-        arguments = [v, s, v.clone(), s.clone()]
-        arguments[position] = spoil(arguments[position])
-        with pytest.raises(error, match=f"{name} "):
-            preflash.merge_state_in_place(*arguments)
-    states = torch.ones(3, 2, 2, 8, device=target.device), torch.ones(3, 2, 2, device=target.device)
-    for position, name in enumerate("vs"):
-        arguments = list(states)
-        arguments[position] = spoil(arguments[position])
-        with pytest.raises(error, match=f"{name} "):
-            preflash.merge_states(*arguments)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "jagged"])
-def test_packbits(target, kind):
-    spoil, _, error = BAD[kind]
-    bits = target.to(torch.ones(16, dtype=torch.uint8))
-    with pytest.raises(error, match="x "):
-        preflash.packbits(spoil(bits))
-    indptr = torch.tensor([0, 7, 16], dtype=torch.int32)
-    with pytest.raises(error, match="x "):
-        preflash.segment_packbits(spoil(bits), indptr)
-    with pytest.raises(error, match="indptr "):
-        preflash.segment_packbits(bits, spoil(indptr))
-
-
 def test_fake_mode_around_plain_tensors(target):
     """Results made inside the mode are fake, even from plain tensors; plan() fails, because a plan
     cannot be fake."""
-    case = Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    positional, options = runner.plan_arguments(inputs)
-    runner.plan(wrapper, inputs)
+    inputs, wrapper = planned(Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM), target)
     bits = target.to(torch.ones(16, dtype=torch.uint8))
     v, s = target.to(torch.ones(3, 2, 8)), target.to(torch.ones(3, 2))
     calls = [
@@ -328,63 +288,47 @@ def test_fake_mode_around_plain_tensors(target):
             assert call().shape == real.shape
     with FakeTensorMode(allow_non_fake_inputs=True):
         with pytest.raises(ValueError, match="memory"):
-            wrapper.plan(*positional, **options)
+            runner.plan(wrapper, inputs)
         with pytest.raises(DynamicOutputShapeException):  # its size is in the values
             preflash.segment_packbits(bits, torch.tensor([0, 16]))
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-@pytest.mark.parametrize("name", ["seq_lens", "seq_lens_q"])
-def test_lengths_on_a_foreign_device(name):
-    """Compared or not, they must be where the rest is. "meta" is a device that every machine has; a
-    fake tensor on cuda:1 asks CUDA whether there are two."""
-    elsewhere = torch.empty(2, dtype=torch.int32, device="meta")
-    for case in (PAGED, RAGGED):
-        with pytest.raises(ValueError, match=f"{name} is on meta; must be on the CPU or on cpu"):
-            planned_with(case, Host(), name, lambda _: elsewhere)
-
-
-class Host:
-    device = backend = "cpu"
+    check_run(inputs, wrapper)
 
 
 # Memory that is shared.
 
 
-def pair(target, generator_seed=0, tokens=7, heads=3, dim=40):
-    generator = torch.Generator().manual_seed(generator_seed)
+def pair(target, seed=0, tokens=7, heads=3, dim=40):
+    generator = torch.Generator().manual_seed(seed)
     v = torch.randn(tokens, heads, dim, generator=generator)
     s = torch.randn(tokens, heads, generator=generator)
     return target.to(v), target.to(s)
 
 
-def test_merge_in_place_with_itself(target):
-    """The same tensor in both places: the weights double, v stays."""
-    for v_same, s_same in ((True, True), (True, False), (False, True)):
-        v, s = pair(target, tokens=301, heads=5, dim=264)
-        other_v, other_s = pair(target, 1, tokens=301, heads=5, dim=264)
-        s[3] = -math.inf
-        v_other = v if v_same else other_v
-        s_other = s if s_same else other_s
-        states = torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)
-        expected_v, expected_s = oracle.merge(*states)
-        preflash.merge_state_in_place(v, s, v_other, s_other)
-        assert float((v.double() - expected_v).abs().max()) < 1e-5
-        finite = expected_s.isfinite()
-        assert torch.equal(s.isfinite(), finite)
-        assert float((s.double() - expected_s)[finite].abs().max()) < 1e-5
-
-
-def test_merge_in_place_with_a_strided_view_of_itself(target):
-    """A view that is not contiguous is copied before anything is written."""
-    v, s = pair(target, heads=7)
-    v_other, s_other = v.transpose(0, 1), s.transpose(0, 1)
+def check_merge(v, s, v_other, s_other):
+    """merge_state_in_place() of states that share memory, against the oracle."""
     expected_v, expected_s = oracle.merge(
         torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)
     )
     preflash.merge_state_in_place(v, s, v_other, s_other)
     assert float((v.double() - expected_v).abs().max()) < 1e-5
-    assert float((s.double() - expected_s).abs().max()) < 1e-5
+    finite = expected_s.isfinite()
+    assert torch.equal(s.isfinite(), finite)
+    assert float((s.double() - expected_s)[finite].abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("same", ["vs", "v", "s"])
+def test_merge_in_place_with_itself(target, same):
+    """The same tensor in both places: the weights double, v stays."""
+    v, s = pair(target, tokens=301, heads=5, dim=264)
+    v_other, s_other = pair(target, 1, tokens=301, heads=5, dim=264)
+    s[3] = -math.inf
+    check_merge(v, s, v if "v" in same else v_other, s if "s" in same else s_other)
+
+
+def test_merge_in_place_with_a_strided_view_of_itself(target):
+    """A view that is not contiguous is copied before anything is written."""
+    v, s = pair(target, heads=7)
+    check_merge(v, s, v.transpose(0, 1), s.transpose(0, 1))
 
 
 def overlapping(t):
@@ -396,18 +340,19 @@ def overlapping(t):
 def test_merge_in_place_overlaps(target):
     v, s = pair(target)
     v_other, s_other = pair(target, 1)
+    wide = torch.zeros(v.numel() + s.numel() - 1, device=v.device)
+    flat_v, bytes_s, bytes_v = v.view(-1), s.view(torch.uint8).view(-1), v.view(torch.uint8)
     cases = {
         ("v", "v_other"): dict(zip(("v", "v_other"), overlapping(v), strict=True)),
         ("s", "s_other"): dict(zip(("s", "s_other"), overlapping(s), strict=True)),
-        ("v", "s"): {"s": v.view(-1)[: s.numel()].view(s.shape)},
-        ("v", "s_other"): {"s_other": v.view(-1)[-s.numel() :].view(s.shape)},
-        ("s", "mask"): {"mask": s.view(torch.uint8).view(-1)[-7:]},
-        ("v", "mask"): {"mask": v.view(torch.uint8).view(-1)[:7]},
-    }
-    wide = torch.zeros(v.numel() + s.numel() - 1, device=v.device)
-    cases["s", "v_other"] = {
-        "s": wide[: s.numel()].view(s.shape),
-        "v_other": wide[s.numel() - 1 :].view(v.shape),
+        ("v", "s"): {"s": flat_v[: s.numel()].view(s.shape)},
+        ("v", "s_other"): {"s_other": flat_v[-s.numel() :].view(s.shape)},
+        ("s", "mask"): {"mask": bytes_s[-7:]},
+        ("v", "mask"): {"mask": bytes_v.view(-1)[:7]},
+        ("s", "v_other"): {
+            "s": wide[: s.numel()].view(s.shape),
+            "v_other": wide[s.numel() - 1 :].view(v.shape),
+        },
     }
     for (name, other), changes in cases.items():
         arguments = {"v": v, "s": s, "v_other": v_other, "s_other": s_other, **changes}
@@ -430,3 +375,23 @@ def test_merge_in_place_of_neighbours(target):
     assert torch.equal(both_v[7:], v_other)
     empty = both_v[3:3], both_s[3:3]
     preflash.merge_state_in_place(*empty, *empty)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "dtype"),
+    [("sinks", 8, torch.float16)]
+    + [(f"scale_{name}", n, torch.float8_e4m3fn) for name, n in (("q", 8), ("k", 4), ("v", 4))],
+)
+def test_out_beside_a_tensor_of_one_number_for_each_head(name, count, dtype):
+    """The last head's number may not lie in the output; the memory after it may."""
+    q = torch.zeros(3, 8, 64).to(dtype)
+    k, v = (torch.zeros(5, 4, 64).to(dtype) for _ in range(2))
+    memory = torch.ones(64 + q.numel(), dtype=torch.float16)
+    of_heads = memory[32 - 2 * count : 32].view(torch.float32)
+    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    lengths = (torch.tensor([0, 3]).int(), torch.tensor([0, 5]).int())
+    dtypes = {"q_data_type": dtype, "kv_data_type": dtype, "o_data_type": torch.float16}
+    wrapper.plan(*lengths, 8, 4, 64, **dtypes)
+    wrapper.run(q, k, v, out=memory[32:][: q.numel()].view(q.shape), **{name: of_heads})
+    with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+        wrapper.run(q, k, v, out=memory[24:][: q.numel()].view(q.shape), **{name: of_heads})

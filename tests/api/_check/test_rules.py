@@ -8,6 +8,7 @@ from preflash._check import validate
 from preflash._check.rules import RANGES, TENSORS
 
 CPU = torch.device("cpu")
+SHAPE = r"argument has shape .*; must be [\[(o]"
 SIZES = {
     "num_qo_heads": 8, "num_kv_heads": 4, "head_dim_qk": 64, "head_dim_vo": 32, "page_size": 16,
     "rows of q": 5, "qo_indptr[-1]": 3, "kv_indptr[-1]": 7, "batch_size": 2, "batch_size + 1": 3,
@@ -34,59 +35,62 @@ def good(rule: str) -> torch.Tensor:
     return torch.zeros(shape, dtype=NAMED_DTYPES.get(name) or getattr(torch, name))
 
 
+def accepted(rule: str, value: torch.Tensor, **known) -> None:
+    assert validate.conforms("argument", value, rule, CPU, {**KNOWN, **known}) is value
+
+
 def refused(kind: type[Exception], match: str, rule: str, value: torch.Tensor, **known) -> None:
     with pytest.raises(kind, match=match):
         validate.conforms("argument", value, rule, CPU, {**KNOWN, **known})
 
 
-@pytest.mark.parametrize("rule", TENSORS)
-def test_conforming_tensors_are_returned(rule):
-    value = good(rule)
-    assert validate.conforms("argument", value, rule, CPU, KNOWN) is value
-
-
-@pytest.mark.parametrize("rule", [name for name, row in TENSORS.items() if row.dtype])
-def test_another_dtype_is_refused(rule):
-    refused(
-        TypeError, r"^argument is torch.complex64; must be", rule, good(rule).to(torch.complex64)
+def rules_with(column: str):
+    """Marks a test of the rules of which a column is filled."""
+    return pytest.mark.parametrize(
+        "rule", [n for n, row in TENSORS.items() if getattr(row, column)]
     )
 
 
-@pytest.mark.parametrize("rule", [name for name, row in TENSORS.items() if row.shape])
+@pytest.mark.parametrize("rule", TENSORS)
+def test_conforming_tensors_are_returned(rule):
+    accepted(rule, good(rule))
+    refused(ValueError, "meta", rule, good(rule).to("meta"))
+
+
+@rules_with("dtype")
+def test_another_dtype_is_refused(rule):
+    value = good(rule).to(torch.complex64)
+    refused(TypeError, "^argument is torch.complex64; must be", rule, value)
+
+
+@rules_with("shape")
 def test_another_shape_is_refused(rule):
     row, value = TENSORS[rule], good(rule)
-    refused(ValueError, r"argument has shape .*; must be [\[(o]", rule, value[None])
+    refused(ValueError, SHAPE, rule, value[None])
     for i, dim in enumerate(row.shape):
         size = int(dim) if dim.isdigit() else SIZES.get(dim.removesuffix("+"))
         if size is None:
             continue
         wrong = value.narrow(i, 0, size - 1).clone()
-        refused(ValueError, r"argument has shape .*; must be [\[(o]", rule, wrong)
+        refused(ValueError, SHAPE, rule, wrong)
         longer = torch.cat([value, value], i)
         if dim.endswith("+"):
-            assert validate.conforms("argument", longer, rule, CPU, KNOWN) is longer
+            accepted(rule, longer)
         else:
-            refused(ValueError, r"argument has shape .*; must be [\[(o]", rule, longer)
+            refused(ValueError, SHAPE, rule, longer)
 
 
-@pytest.mark.parametrize("rule", TENSORS)
-def test_another_device_is_refused(rule):
-    refused(ValueError, "meta", rule, good(rule).to("meta"))
-
-
-@pytest.mark.parametrize("rule", [name for name, row in TENSORS.items() if row.kv_layout])
+@rules_with("kv_layout")
 def test_layouts_exchange_tokens_and_heads(rule):
     value = good(rule)
     swapped = value.transpose(-3, -2).contiguous()
-    assert (
-        validate.conforms("argument", swapped, rule, CPU, {**KNOWN, "kv_layout": "HND"}) is swapped
-    )
+    accepted(rule, swapped, kv_layout="HND")
     if TENSORS[rule].dtype:  # whose sizes the call knows
         refused(ValueError, "the shape fits HND", rule, swapped)
         refused(ValueError, "the shape fits NHD", rule, value, kv_layout="HND")
 
 
-@pytest.mark.parametrize("rule", [name for name, row in TENSORS.items() if row.memory])
+@rules_with("memory")
 def test_other_strides_are_refused(rule):
     value = good(rule)
     strided = torch.stack([value, value], -1)[..., 0]
@@ -97,7 +101,7 @@ def test_other_strides_are_refused(rule):
         refused(ValueError, "16", rule, late)
 
 
-@pytest.mark.parametrize("rule", [name for name, row in TENSORS.items() if row.written])
+@rules_with("written")
 def test_overlapping_outputs_are_refused(rule):
     value = good(rule)
     refused(ValueError, "its elements overlap", rule, value[:1].expand(value.shape))

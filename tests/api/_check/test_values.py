@@ -1,219 +1,202 @@
 """Numbers that float32 or the kernels cannot hold are refused by name, in short messages."""
 
 import dataclasses
+import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import preflash
 import pytest
 import torch
-from preflash._check import validate
+from planned_cases import check_run, planned, unplanned
 from preflash.testing import Case, MaskKind, build, reference, runner
 from preflash.testing.case import Position
 
 HUGE = 10**400
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
+ALIBI = dataclasses.replace(CASE, position=Position.ALIBI)
+SMALLEST_BIASED_SCALE, LARGEST_LOGITS_SCALE, LARGEST_SOFT_CAP = 1e-30, 2.358e38, 1e30
+SCALES = ("q_scale", "k_scale", "v_scale")
+NO_DTYPES = ["fp8", "8", "BF16", "tensor", "torch", "", "e4m3 "]
+
+# Options of plan(), options of run(), and the error with what it says.
+REFUSED = [
+    *(
+        ({name: value}, {}, ValueError, name)
+        for value in (HUGE, -HUGE, 10**5000, Fraction(HUGE, 3))
+        for name in ("sm_scale", "logits_soft_cap")
+    ),
+    *(
+        ({name: value}, {}, ValueError, name)
+        for value in (HUGE, -HUGE, 10**5000)
+        for name in ("window_left", "fixed_split_size", "head_dim_vo")
+    ),
+    *(
+        ({}, {name: value}, ValueError, name)
+        for value in (HUGE, -HUGE, 10**5000, Fraction(HUGE, 3))
+        for name in SCALES
+    ),
+    *(
+        ({}, {"k_scale": value}, error, "k_scale")
+        for value, error in (
+            (torch.ones(1, device="meta"), ValueError),
+            (torch.ones(1).to_sparse(), TypeError),
+            (torch.nested.nested_tensor([torch.ones(1)]), TypeError),
+            (torch.ones(1, dtype=torch.complex64), TypeError),
+            (torch.ones(1, dtype=torch.bool), TypeError),
+            (torch.full((), math.nan), ValueError),
+        )
+    ),
+    *(
+        ({"sm_scale": value}, {}, ValueError, "sm_scale")
+        for value in (2.36e38, -2.36e38, -3.4e38, math.inf, math.nan)
+    ),
+    ({"sm_scale": 1.2e38}, {"q_scale": 2.0}, ValueError, "q_scale"),
+    ({"sm_scale": 1e33, "logits_soft_cap": 1e-6}, {}, ValueError, "sm_scale.*logits_soft_cap"),
+    *(
+        ({"sm_scale": value, "pos_encoding_mode": "ALIBI"}, {}, ValueError, "sm_scale.*ALiBi")
+        for value in (1e-38, -1e-38, 9e-31, -9e-31)
+    ),
+    *(
+        ({"logits_soft_cap": value}, {}, ValueError, "logits_soft_cap")
+        for value in (1.01e30, 1e38, 3e38)
+    ),
+    *(
+        ({"uniform_q_len": value}, {}, ValueError, "uniform_q_len.*request 0 has 40")
+        for value in (39, 41)
+    ),
+    ({"window_left": 2**31}, {}, ValueError, "window_left=2147483648: must be in"),
+    *(({"q_data_type": name}, {}, ValueError, "q_data_type.*float16.*bf16") for name in NO_DTYPES),
+]
 
 
-def refusal(call, name, error=ValueError):
-    with pytest.raises(error, match=rf"\b{name}\b") as caught:
-        call()
+def kind(value):
+    return ",".join(value) if isinstance(value, dict) else getattr(value, "__name__", "says")
+
+
+@pytest.mark.parametrize(("plan", "run", "error", "says"), REFUSED, ids=kind)
+def test_refusals(target, plan, run, error, says):
+    inputs, wrapper = unplanned(CASE, target)
+
+    def plan_and_run():
+        runner.plan(wrapper, inputs, **plan)
+        wrapper.run(inputs.q, inputs.k, inputs.v, **run)
+
+    with pytest.raises(error, match=rf"(?s)\b{says}\b") as caught:
+        plan_and_run()
+    assert wrapper.variant if run else wrapper.variant is None
     assert len(str(caught.value)) < 400
     assert "0" * 30 not in str(caught.value)
-    return str(caught.value)
 
 
-@pytest.mark.parametrize("value", [HUGE, -HUGE, 10**5000, Fraction(HUGE, 3)], ids=lambda _: "huge")
-def test_huge_numbers(value):
-    refusal(lambda: validate.real("sm_scale", value), "sm_scale")
-    refusal(lambda: validate.scale("q_scale", value), "q_scale")
-    refusal(lambda: validate.soft_cap("logits_soft_cap", value), "logits_soft_cap")
-    if isinstance(value, int):
-        refusal(lambda: validate.size("head_dim", value), "head_dim")
-
-
-def test_huge_numbers_in_plan(target):
+def test_a_soft_cap_of_a_single_call(target):
     inputs = build(CASE, device=target.device)
-    wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
-    for name in ("sm_scale", "logits_soft_cap", "window_left", "fixed_split_size"):
-        refusal(lambda name=name: runner.plan(wrapper, inputs, **{name: HUGE}), name)
-    runner.plan(wrapper, inputs)
-    for name in ("q_scale", "k_scale", "v_scale"):
-        call = lambda name=name: wrapper.run(inputs.q, inputs.k, inputs.v, **{name: HUGE})  # noqa: E731
-        refusal(call, name)
+    with pytest.raises(ValueError, match="logits_soft_cap"):
+        runner.single(inputs, backend=target.backend, logits_soft_cap=1e38)
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (torch.ones(1, device="meta"), ValueError),
-        (torch.ones(1).to_sparse(), TypeError),
-        (torch.nested.nested_tensor([torch.ones(1)]), TypeError),
-        (torch.ones(1, dtype=torch.complex64), TypeError),
-        (torch.ones(1, dtype=torch.bool), TypeError),
-        (torch.full((), float("nan")), ValueError),
-    ],
-    ids=["meta", "sparse", "nested", "complex", "bool", "nan"],
-)
-def test_tensors_as_scales(value, error):
-    refusal(lambda: validate.scale("k_scale", value), "k_scale", error)
+# Values at the limits compute.
 
 
-def test_the_largest_logits_scale():
-    """Times log2(e) it is finite in float32, and hardly less than the largest that is."""
-    log2_e = torch.tensor(1.4426950408889634, dtype=torch.float32, device="cpu")
-    limit = torch.tensor(validate.LARGEST_LOGITS_SCALE, dtype=torch.float32, device="cpu")
-    assert bool((limit * log2_e).isfinite())
-    assert bool((limit * 1.001 * log2_e).isinf())
-    for value in (validate.LARGEST_LOGITS_SCALE, -validate.LARGEST_LOGITS_SCALE, 0.0):
-        assert validate.logits_scale("sm_scale", value) == value
-    for value in (2.36e38, -2.36e38, float("inf"), float("nan")):
-        refusal(lambda value=value: validate.logits_scale("sm_scale", value), "sm_scale")
-
-
-def test_scales_beside_a_soft_cap():
-    q = k = v = torch.ones(2, 1, 64, device="cpu")
-    single = preflash.single_prefill_with_kv_cache
-    assert single(q, k, v, sm_scale=1e30, logits_soft_cap=1.0).isfinite().all()
-    message = refusal(lambda: single(q, k, v, sm_scale=1e33, logits_soft_cap=1e-6), "sm_scale")
-    assert "logits_soft_cap" in message
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scales_beside_alibi(target, sign):
-    """Biases are added before the scale: one divided by the smallest scale is finite."""
-    case = dataclasses.replace(CASE, position=Position.ALIBI)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    for value in (1e-38, 9e-31):
-        message = refusal(
-            lambda value=value: runner.plan(wrapper, inputs, sm_scale=sign * value), "sm_scale"
-        )
-        assert "ALiBi" in message
-    for value in (validate.SMALLEST_BIASED_SCALE, 0.0):
-        runner.plan(wrapper, inputs, sm_scale=sign * value)
-        out, lse = runner.run(wrapper, inputs)
-        assert out.isfinite().all()
-        assert lse.isfinite().all()
-
-
-def test_sm_scale(target):
-    inputs = build(CASE, device=target.device)
-    wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
-    for value in (2.37e38, -3.4e38):
-        refusal(lambda value=value: runner.plan(wrapper, inputs, sm_scale=value), "sm_scale")
-    runner.plan(wrapper, inputs, sm_scale=2.3e38)
+@pytest.mark.parametrize("sm_scale", [LARGEST_LOGITS_SCALE, -LARGEST_LOGITS_SCALE, 2.3e38, 0.0])
+def test_large_scales(target, sm_scale):
+    """Times log2(e) the largest is finite in float32, and hardly less than the largest that is."""
+    inputs, wrapper = planned(CASE, target, sm_scale=sm_scale)
     assert not wrapper.run(torch.zeros_like(inputs.q), inputs.k, inputs.v).isnan().any()
 
 
-def test_sm_scale_with_calibration_scales(target):
-    inputs = build(CASE, device=target.device)
-    wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs, sm_scale=1.2e38)
-    refusal(lambda: wrapper.run(inputs.q, inputs.k, inputs.v, q_scale=2.0), "q_scale")
+@pytest.mark.parametrize("sm_scale", [SMALLEST_BIASED_SCALE, -SMALLEST_BIASED_SCALE, 0.0])
+def test_scales_and_alibi(target, sm_scale):
+    """Biases are added before the scale: one divided by the smallest scale is finite."""
+    inputs, wrapper = planned(ALIBI, target, sm_scale=sm_scale)
+    assert all(result.isfinite().all() for result in runner.run(wrapper, inputs))
 
 
-def test_soft_caps_that_are_too_large(target):
-    inputs = build(CASE, device=target.device)
-    wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
-    for value in (1.01e30, 1e38, 3e38):
-        call = lambda value=value: runner.plan(wrapper, inputs, logits_soft_cap=value)  # noqa: E731
-        refusal(call, "logits_soft_cap")
-    for value in (1e38,):
-        call = lambda value=value: preflash.single_prefill_with_kv_cache(  # noqa: E731
-            inputs.q, inputs.k, inputs.v, logits_soft_cap=value, backend=target.backend
-        )
-        refusal(call, "logits_soft_cap")
+def test_a_scale_and_a_soft_cap():
+    q = k = v = torch.ones(2, 1, 64)
+    out = preflash.single_prefill_with_kv_cache(q, k, v, sm_scale=1e30, logits_soft_cap=1.0)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("sm_scale", [0.125, 1e-3, 2e-8])
-@pytest.mark.parametrize("soft_cap", [1e10, 1e20, validate.LARGEST_SOFT_CAP])
+@pytest.mark.parametrize("soft_cap", [1e10, 1e20, LARGEST_SOFT_CAP])
 def test_large_soft_caps(target, sm_scale, soft_cap):
-    """They are as accurate as no cap, which is what they mean."""
+    """A large cap is as accurate as no cap, which is what it means."""
     case = dataclasses.replace(CASE, sm_scale=sm_scale, soft_cap=soft_cap)
     if target.backend == "cpu":
         case = case.with_dtype(torch.float32)
-    inputs = build(case, device=target.device)
+    inputs, wrapper = planned(case, target)
     if sm_scale < 1e-6:
         inputs.q.mul_(0.1 / sm_scale)
     plain = reference(inputs, pipeline=dataclasses.replace(inputs.pipeline, soft_cap=0.0))
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
     out, lse = runner.run(wrapper, inputs)
     assert float((lse.double() - plain.lse).abs().max()) < 1e-4
     if target.backend == "cpu":
         assert float((out.double() - plain.out).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize(("uniform", "accepted"), [(5, True), (-1, True), (4, False), (6, False)])
-def test_uniform_q_len(target, uniform, accepted):
-    case = Case("uniform", (5, 5, 5), (9, 9, 9), 4, 2, 64)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    plan = lambda: runner.plan(wrapper, inputs, uniform_q_len=uniform)  # noqa: E731
-    if accepted:
-        plan()
-    else:
-        assert "request 0 has 5" in refusal(plan, "uniform_q_len")
+@pytest.mark.parametrize("uniform", [5, -1])
+def test_uniform_q_len(target, uniform):
+    check_run(
+        *planned(Case("uniform", (5,) * 3, (9,) * 3, 4, 2, 64), target, uniform_q_len=uniform)
+    )
 
 
-def test_a_window_wider_than_any_request(target):
+@pytest.mark.parametrize("widest", [2**31 - 1, 2**30])
+def test_a_window_wider_than_any_request(target, widest):
     """Callers write the largest int32 where others write -1."""
     case = Case("wide", (9, 40), (70, 40), 4, 2, 64, mask=MaskKind.CAUSAL)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    for widest in (2**31 - 1, 2**30):
-        runner.plan(wrapper, inputs, window_left=widest)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-        runner.compare(inputs, *runner.run(wrapper, inputs, window_left=widest)).check()
-    with pytest.raises(ValueError, match="window_left=2147483648: must be in"):
-        runner.plan(wrapper, inputs, window_left=2**31)
+    inputs, wrapper = planned(case, target, window_left=widest)
+    check_run(inputs, wrapper)
+    check_run(inputs, wrapper, window_left=widest)
 
 
-@pytest.mark.parametrize(
-    ("names", "dtype"),
-    [
-        ("f16 fp16 float16 half torch.float16", torch.float16),
-        ("bf16 bfloat16 torch.bfloat16", torch.bfloat16),
-        ("f32 fp32 float32 float torch.float32", torch.float32),
-        ("e4m3 fp8_e4m3 float8_e4m3fn", torch.float8_e4m3fn),
-        ("e5m2 fp8_e5m2 float8_e5m2", torch.float8_e5m2),
-    ],
+# Names of dtypes.
+
+F16, BF16, F32, E4M3, E5M2 = (
+    (torch.float16, "f16 fp16 float16 half torch.float16"),
+    (torch.bfloat16, "bf16 bfloat16 torch.bfloat16"),
+    (torch.float32, "f32 fp32 float32 float torch.float32"),
+    (torch.float8_e4m3fn, "e4m3 fp8_e4m3 float8_e4m3fn"),
+    (torch.float8_e5m2, "e5m2 fp8_e5m2 float8_e5m2"),
 )
-def test_dtypes_by_name(names, dtype):
-    for name in (dtype, *names.split()):
-        assert validate.dtype("q_data_type", name) is dtype
-
-
-@pytest.mark.parametrize("name", ["fp8", "8", "BF16", "tensor", "torch", "", "e4m3 "])
-def test_names_of_no_dtype(name):
-    message = refusal(lambda: validate.dtype("q_data_type", name), "q_data_type")
-    assert "float16" in message
-    assert "bf16" in message
 
 
 @pytest.mark.parametrize(
     ("q", "kv", "out"),
-    [("bf16", "e4m3", "bf16"), ("f16", "e5m2", "fp16"), ("e4m3", "fp8_e4m3", "f16")],
+    [
+        *((one, one, one) for one in (F16, BF16)),
+        *((BF16, E4M3, BF16), (F16, E5M2, F16), (E4M3, E4M3, F16)),
+    ],
+    ids=lambda dtype: dtype[1].split()[0],
 )
-def test_plan_takes_short_names(target, q, kv, out):
-    """The numbers are those of a plan with torch's dtypes, and the oracle's."""
-    dtype, kv_dtype, o_dtype = (validate.dtype("dtype", name) for name in (q, kv, out))
-    case = dataclasses.replace(CASE, dtype=dtype, kv_dtype=kv_dtype, o_dtype=o_dtype)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    long, _ = runner.run(wrapper, inputs)
-    variant = wrapper.variant
-    runner.plan(wrapper, inputs, q_data_type=q, kv_data_type=kv, o_data_type=out)
-    results = runner.run(wrapper, inputs)
-    assert wrapper.variant == variant
-    assert results[0].dtype is o_dtype
-    assert torch.equal(results[0].float(), long.float())
-    runner.compare(inputs, *results).check()
+def test_dtypes_by_name(target, q, kv, out):
+    """run() refuses tensors of another dtype than the plan's, so every name means its dtype."""
+    check_names(target, q, kv, out)
 
 
-def test_functions_take_short_names():
+def test_float32_by_name():
+    check_names(SimpleNamespace(device="cpu", backend="cpu"), F32, F32, F32)
+
+
+def check_names(target, q, kv, out):
+    dtypes = {"dtype": q[0], "kv_dtype": kv[0], "o_dtype": out[0]}
+    inputs, wrapper = planned(dataclasses.replace(CASE, **dtypes), target)
+    variant, expected = wrapper.variant, runner.run(wrapper, inputs)
+    runner.compare(inputs, *expected).check()
+    names = [dtype[1].split() for dtype in (q, kv, out)]
+    for i in range(max(map(len, names))):
+        each = [name[min(i, len(name) - 1)] for name in names]
+        options = dict(zip(("q_data_type", "kv_data_type", "o_data_type"), each, strict=True))
+        runner.plan(wrapper, inputs, **options)
+        assert wrapper.variant == variant
+        result = wrapper.run(inputs.q, inputs.k, inputs.v)
+        assert result.dtype is out[0]
+        assert torch.equal(result.float(), expected[0].float())
+
+
+def test_functions_take_names_of_dtypes():
     q = k = v = torch.randn(3, 2, 64).to(torch.float8_e4m3fn)
-    for name in ("bf16", "fp16", "e4m3"):
-        out = preflash.single_prefill_with_kv_cache(q, k, v, o_dtype=name)
-        assert out.dtype is validate.dtype("o_dtype", name)
+    for dtype, names in (BF16, F16, E4M3):
+        for name in names.split():
+            assert preflash.single_prefill_with_kv_cache(q, k, v, o_dtype=name).dtype is dtype

@@ -1,30 +1,26 @@
 """Mistakes that users make first: the error names the value, the rule and the way out.
 
-Every row is one call: the arguments that make the mistake, the type of the error, and the words
-that its message must hold.
+A row is a call, the type of its error, and words that the message must hold.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import preflash
 import pytest
 import torch
+from planned_cases import check_run
 from preflash.testing import Case, MaskKind, build, runner
 
 PAGED = Case("paged", (33, 5), (40, 90), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = Case("ragged", (33, 5), (40, 90), 8, 2, 64, mask=MaskKind.CAUSAL)
 SINGLE = Case("single", (9,), (30,), 8, 2, 64, mask=MaskKind.CAUSAL)
-DECODE = Case("decode", (1, 1), (40, 90), 8, 2, 64, page_size=16)
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def workspace() -> torch.Tensor:
-    return torch.empty(1 << 20, dtype=torch.uint8)
+HEADS = (8, 2, 64)
 
 
 def swapped(x: torch.Tensor) -> torch.Tensor:
@@ -32,355 +28,321 @@ def swapped(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(-3, -2).contiguous()
 
 
-def table(**spoilt: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    """The index arrays of paged calls, of which `spoilt` converts some."""
-    inputs = build(PAGED)
-    arrays = {
-        "qo_indptr": inputs.qo_indptr,
-        "kv_indptr": inputs.kv_indptr,
-        "kv_indices": inputs.indices,
-        "last_page_len": inputs.last_page_len,
+def made(name: str, **options):
+    """A public wrapper, by its name or by "Paged", "Ragged" or "Decode"."""
+    short = {
+        "Paged": "BatchPrefillWithPagedKVCacheWrapper",
+        "Ragged": "BatchPrefillWithRaggedKVCacheWrapper",
+        "Decode": "BatchDecodeWithPagedKVCacheWrapper",
     }
-    return [spoilt.get(name, lambda x: x)(value) for name, value in arrays.items()]
-
-
-# Calls. Each takes what is wrong and makes the rest.
-
-
-def single(**wrong: Any) -> object:
-    inputs = build(SINGLE)
-    tensors = {"q": inputs.q, "k": inputs.k[:30], "v": inputs.v[:30], **wrong}
-    return preflash.single_prefill_with_kv_cache(**tensors)
-
-
-def single_at(*more: Any) -> object:
-    """By position behind q, k and v."""
-    inputs = build(SINGLE)
-    return preflash.single_prefill_with_kv_cache(inputs.q, inputs.k[:30], inputs.v[:30], *more)
-
-
-def single_other_layout(kv_layout: str) -> object:
-    inputs = build(SINGLE)
-    k, v = inputs.k[:30], inputs.v[:30]
-    if kv_layout == "NHD":
-        k, v = swapped(k), swapped(v)
-    return single(k=k, v=v, kv_layout=kv_layout)
-
-
-def single_decode(**wrong: Any) -> object:
-    inputs = build(SINGLE)
-    tensors = {"q": inputs.q[0], "k": inputs.k[:30], "v": inputs.v[:30], **wrong}
-    return preflash.single_decode_with_kv_cache(**tensors)
-
-
-def ragged_run(spoil: Callable[[Tensors], Tensors]) -> object:
-    inputs = build(RAGGED)
-    wrapper = runner.make_wrapper(RAGGED, backend="cpu")
-    runner.plan(wrapper, inputs)
-    return wrapper.run(*spoil((inputs.q, inputs.k, inputs.v)))
-
-
-def paged_run(spoil: Callable[[Tensors], tuple]) -> object:
-    inputs = build(PAGED)
-    wrapper = runner.make_wrapper(PAGED, backend="cpu")
-    runner.plan(wrapper, inputs)
-    return wrapper.run(*spoil((inputs.q, inputs.k, inputs.v)))
-
-
-def decode_run(spoil: Callable[[Tensors], tuple]) -> object:
-    inputs = build(PAGED)
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(workspace())
-    wrapper.plan(*table()[1:], 8, 2, 64, 16, q_data_type=inputs.q.dtype)
-    return wrapper.run(*spoil((inputs.q[:2], inputs.k, inputs.v)))
-
-
-def sink_run(spoil: Callable[[Tensors], tuple]) -> object:
-    inputs = build(PAGED)
-    wrapper = preflash.BatchAttentionWithAttentionSinkWrapper(
-        workspace(), q_data_type=inputs.q.dtype, kv_data_type=inputs.k.dtype, head_dim_qk=64,
-        head_dim_vo=64,
-    )  # fmt: skip
-    return wrapper.run(*spoil((inputs.q, inputs.k, inputs.v)))
-
-
-def jit_sink_run(spoil: Callable[[Tensors], tuple]) -> object:
-    """A wrapper with jit_args of FlashInfer's "AttentionSink"."""
-    inputs = build(PAGED)
-    dtypes = (inputs.q.dtype, inputs.k.dtype, inputs.q.dtype, torch.int32)
-    names = (["sink"], ["float"], ["sm_scale"], ["double"])
-    jit_args = ("uri", *dtypes, 64, 64, *names, "AttentionSink", "")
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace(), jit_args=jit_args)
-    return wrapper.run(*spoil((inputs.q, inputs.k, inputs.v)))
-
-
-def ranges_run(spoil: Callable[[Tensors], tuple]) -> object:
-    inputs = build(PAGED)
-    make = preflash.BatchPrefillWithCausalBidirectionalRangesWrapper
-    return make(workspace()).run(*spoil((inputs.q, inputs.k, inputs.v)))
-
-
-def batch_attention_run(spoil: Callable[[Tensors], tuple]) -> object:
-    inputs = build(PAGED)
-    wrapper = preflash.BatchAttention(device="cpu")
-    qo_indptr, kv_indptr, kv_indices, _ = table()
-    lengths = torch.tensor(PAGED.kv_lens)
-    wrapper.plan(
-        qo_indptr, kv_indptr, kv_indices, lengths, 8, 2, 64, 64, 16, q_data_type=inputs.q.dtype,
-        kv_data_type=inputs.k.dtype,
-    )  # fmt: skip
-    return wrapper.run(*spoil((inputs.q, inputs.k, inputs.v)))
-
-
-def paged_plan(spoilt: str, convert: Callable = torch.Tensor.long, **options: Any) -> object:
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="cpu")
-    return wrapper.plan(*table(**{spoilt: convert}), 8, 2, 64, 16, **options)
-
-
-def decode_plan(spoilt: str) -> object:
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(workspace())
-    return wrapper.plan(*table(**{spoilt: torch.Tensor.long})[1:], 8, 2, 64, 16)
-
-
-def decode_size(spoilt: str) -> object:
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(workspace())
-    return wrapper.workspace_size(*table(**{spoilt: torch.Tensor.long})[1:], 8, 2, 64, 16)
-
-
-def ragged_plan(spoilt: str) -> object:
-    arrays = {name: torch.tensor([0, 3], dtype=torch.int32) for name in ("qo_indptr", "kv_indptr")}
-    arrays[spoilt] = arrays[spoilt].long()
-    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="cpu")
-    return wrapper.plan(*arrays.values(), 8, 2, 64)
-
-
-def batch_attention_plan(spoilt: str) -> object:
-    wrapper = preflash.BatchAttention(device="cpu")
-    *arrays, _ = table(**{spoilt: torch.Tensor.long})
-    return wrapper.plan(*arrays, torch.tensor(PAGED.kv_lens), 8, 2, 64, 64, 16)
-
-
-def block_tables() -> object:
-    rows = torch.zeros(2, 6, dtype=torch.int64)
-    return paged_plan("qo_indptr", torch.Tensor.int, block_tables=rows)
-
-
-def graph_buffer(spoilt: str) -> object:
-    names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf")
-    buffers = dict(zip((*names, "paged_kv_last_page_len_buf"), table(), strict=True))
-    buffers[spoilt] = buffers[spoilt].long()
-    return preflash.BatchPrefillWithPagedKVCacheWrapper(workspace(), use_cuda_graph=True, **buffers)
-
-
-def construct(name: str, backend: str) -> object:
-    wrapper = getattr(preflash, name)
+    name = short.get(name, name)
     if name == "BatchAttention":
-        return wrapper(device="cpu", backend=backend)
-    return wrapper(workspace(), backend=backend)
+        return preflash.BatchAttention(**{"device": "cpu", **options})
+    return getattr(preflash, name)(torch.empty(1 << 20, dtype=torch.uint8), **options)
 
 
-def planned_on_cpu(backend: str) -> object:
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend=backend)
-    return wrapper.plan(*table(), 8, 2, 64, 16)
+@functools.cache
+def inputs_of(case: Case):
+    return build(case)
+
+
+Q, K, V = inputs_of(SINGLE).q, inputs_of(SINGLE).k[:30], inputs_of(SINGLE).v[:30]
+TABLE = {
+    "qo_indptr": inputs_of(PAGED).qo_indptr,
+    "paged_kv_indptr": inputs_of(PAGED).kv_indptr,
+    "paged_kv_indices": inputs_of(PAGED).indices,
+    "paged_kv_last_page_len": inputs_of(PAGED).last_page_len,
+}
+INTS = torch.tensor([0, 3], dtype=torch.int32)
+
+
+def single(**changed) -> object:
+    return preflash.single_prefill_with_kv_cache(**{"q": Q, "k": K, "v": V, **changed})
+
+
+def run(case: Case, change: Callable) -> object:
+    """run(*change(q, k, v)) of a planned wrapper."""
+    inputs = inputs_of(case)
+    wrapper = runner.make_wrapper(case, backend="cpu")
+    runner.plan(wrapper, inputs)
+    return wrapper.run(*change(inputs.q, inputs.k, inputs.v))
+
+
+def of_decode(**changed) -> dict:
+    """The arguments of plan() of decode."""
+    names = dict(zip(("indptr", "indices", "last_page_len"), list(TABLE.values())[1:], strict=True))
+    sizes = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16}
+    return {**names, **sizes, **changed}
+
+
+def tokens(count: int = 3) -> torch.Tensor:
+    return torch.zeros(count, 2, 64)
+
+
+def fmha(**options) -> object:
+    return preflash.trtllm_fmha_v2_prefill(
+        (tokens(), tokens(), tokens()), "SEPARATE_Q_K_V", torch.empty(0, dtype=torch.uint8),
+        INTS[1:], 3, 3, 0.125, 1.0, 1, INTS, INTS, **options,
+    )  # fmt: skip
+
+
+def cudnn(**options) -> object:
+    lengths = torch.full((1, 1, 1, 1), 3, dtype=torch.int32)
+    return preflash.cudnn_batch_prefill_with_kv_cache(
+        tokens(), tokens(), tokens(), 0.125, torch.empty(0, dtype=torch.uint8),
+        max_token_per_sequence=3, max_sequence_kv=3, actual_seq_lens_q=lengths,
+        actual_seq_lens_kv=lengths, causal=False, return_lse=False, **options,
+    )  # fmt: skip
 
 
 class Row(NamedTuple):
     id: str
-    call: Callable[..., object]
-    arguments: tuple
+    call: Callable[[], object]
     error: type[Exception]
     words: tuple[str, ...]
 
 
-FOREIGN = ("backend='trtllm-gen'", "must be one of auto, fa3, fa2, cpu", "pass backend='auto'")
-FOREIGN += ("PREFLASH_BACKEND=auto in the environment",)
-PAIR = ("run(q, k, v)", "(12, 16, 2, 64)", "pass run(q, (k, v))")
-ON_CPU = ("computes on CUDA tensors", "on cpu", "pass backend='auto' or 'cpu', or CUDA tensors")
+def fours(*shape: int) -> dict:
+    return dict.fromkeys("qkv", torch.zeros(*shape))
+
+
 BATCHED = (".flatten(0, 1)", "indptr", "BatchPrefillWithRaggedKVCacheWrapper")
-ONE_BY_ONE = "[num_qo_heads, head_dim]"
+LAYOUTS = [
+    Row("4-D single", lambda: single(**fours(2, 3, 8, 64)), ValueError,
+        ("q has shape (2, 3, 8, 64)", "q.flatten(0, 1)", *BATCHED)),
+    Row("4-D single decode",
+        lambda: preflash.single_decode_with_kv_cache(torch.zeros(2, 1, 8, 64), K, V), ValueError,
+        ("q has shape (2, 1, 8, 64)", "[num_qo_heads, head_dim]",
+         "BatchDecodeWithPagedKVCacheWrapper")),
+    Row("4-D q, ragged", lambda: run(RAGGED, lambda q, k, v: (q[None], k, v)), ValueError,
+        ("q has shape (1, 38, 8, 64)", *BATCHED)),
+    Row("4-D k, ragged", lambda: run(RAGGED, lambda q, k, v: (q, k[None], v[None])), ValueError,
+        ("k has shape (1, 135, 2, 64)", "k.flatten(0, 1)", *BATCHED)),
+    Row("4-D q, paged", lambda: run(PAGED, lambda q, k, v: (q[None], (k, v))), ValueError,
+        ("q has shape (1, 38, 8, 64)", *BATCHED)),
+    Row("HND, single", lambda: single(k=swapped(K), v=swapped(V)), ValueError,
+        ("k has shape (2, 30, 64)", "num_kv_heads = 30", "pass kv_layout='HND'")),
+    Row("NHD, single", lambda: single(kv_layout="HND"), ValueError,
+        ("k has shape (30, 2, 64)", "num_kv_heads = 30", "pass kv_layout='NHD'")),
+    Row("HND, ragged", lambda: run(RAGGED, lambda q, k, v: (q, swapped(k), swapped(v))),
+        ValueError, ("k has shape (2, 135, 64)", "kv_layout='HND'")),
+    Row("HND, paged", lambda: run(PAGED, lambda q, k, v: (q, (swapped(k), swapped(v)))),
+        ValueError, ("k_cache has shape (12, 2, 16, 64)", "kv_layout='HND'")),
+    Row("single(q, k, v, True)", lambda: preflash.single_prefill_with_kv_cache(Q, K, V, True),
+        TypeError, ("custom_mask=True", "must be a torch.Tensor", "pass causal=True by name")),
+    Row("latent attention", lambda: single(**fours(3, 2, 576)), ValueError,
+        ("head_dim_qk = 576: must be",
+         "What would work: torch's scaled_dot_product_attention; for latent")),
+]  # fmt: skip
 
-RUNS_OF_PAGES = (paged_run, decode_run, sink_run, jit_sink_run, ranges_run, batch_attention_run)
+# A tuple of FlashInfer's "AttentionSink".
+JIT_SINK = ("uri", *[torch.bfloat16] * 3, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"])
+JIT_SINK += (["double"], "AttentionSink", "")
+PAIRS = [
+    Row(f"run(q, k, v) of {name} {','.join(options)}",
+        lambda name=name, options=options: made(name, **options).run(
+            inputs_of(PAGED).q, inputs_of(PAGED).k, inputs_of(PAGED).v),
+        TypeError, ("run(q, k, v)", "(12, 16, 2, 64)", "pass run(q, (k, v))"))
+    for name, options in [
+        ("Paged", {}),
+        ("Decode", {}),
+        ("BatchAttentionWithAttentionSinkWrapper", {}),
+        ("Paged", {"jit_args": JIT_SINK}),
+        ("BatchPrefillWithCausalBidirectionalRangesWrapper", {}),
+        ("BatchAttention", {}),
+    ]
+]  # fmt: skip
 
-ROWS = [
-    *(
-        Row(f"trtllm-gen {name}", construct, (name, "trtllm-gen"), ValueError, FOREIGN)
-        for name in (
-            "BatchPrefillWithPagedKVCacheWrapper",
-            "BatchPrefillWithRaggedKVCacheWrapper",
-            "BatchDecodeWithPagedKVCacheWrapper",
-            "BatchAttention",
-        )
-    ),
-    *(
-        Row(f"run(q, k, v) {call.__name__}", call, (lambda t: t,), TypeError, PAIR)
-        for call in RUNS_OF_PAGES
-    ),
-    Row(
-        "HND in a single call",
-        single_other_layout,
-        ("NHD",),
-        ValueError,
-        ("k has shape (2, 30, 64)", "num_kv_heads = 30", "pass kv_layout='HND'"),
-    ),
-    Row(
-        "NHD in a single call with HND",
-        single_other_layout,
-        ("HND",),
-        ValueError,
-        ("k has shape (30, 2, 64)", "num_kv_heads = 30", "pass kv_layout='NHD'"),
-    ),
-    Row(
-        "HND in a ragged run",
-        ragged_run,
-        (lambda t: (t[0], swapped(t[1]), swapped(t[2])),),
-        ValueError,
-        ("k has shape (2, 135, 64)", "kv_layout='HND'"),
-    ),
-    Row(
-        "HND in a paged run",
-        paged_run,
-        (lambda t: (t[0], (swapped(t[1]), swapped(t[2]))),),
-        ValueError,
-        ("k_cache has shape (12, 2, 16, 64)", "kv_layout='HND'"),
-    ),
-    Row(
-        "single(q, k, v, True)",
-        single_at,
-        (True,),
+
+def with_int64(at: int) -> list[torch.Tensor]:
+    return [x.long() if i == at else x for i, x in enumerate(TABLE.values())]
+
+
+BUFFERS = [f"{name}_buf" for name in TABLE]
+# A call with the arrays of TABLE, and its names of them.
+TAKE_INT32 = {
+    "paged plan": (lambda *t: made("Paged").plan(*t, *HEADS, 16), list(TABLE)),
+    "decode plan": (lambda _, *t: made("Decode").plan(*t, *HEADS, 16),
+        [None, "indptr", "indices", "last_page_len"]),
+    "decode size": (lambda _, *t: made("Decode").workspace_size(*t, *HEADS, 16), [None, "indptr"]),
+    "ragged plan": (lambda qo, kv, *_: made("Ragged").plan(qo, kv, *HEADS),
+        ["qo_indptr", "kv_indptr"]),
+    "attention plan": (lambda *t: made("BatchAttention").plan(*t[:3], torch.tensor([40, 90]),
+        *HEADS, 64, 16), ["qo_indptr", "kv_indptr", "kv_indices"]),
+    "buffers": (lambda *t: made("Paged", use_cuda_graph=True, **dict(zip(BUFFERS, t, strict=True))),
+        [BUFFERS[0], None, BUFFERS[2]]),
+}  # fmt: skip
+INT64 = [
+    Row(f"int64 {what} {name}", lambda call=call, at=at: call(*with_int64(at)), TypeError,
+        (f"{name} is torch.int64", f"pass {name}.int()"))
+    for what, (call, names) in TAKE_INT32.items()
+    for at, name in enumerate(names)
+    if name
+]  # fmt: skip
+INT64.append(
+    Row("int64 block_tables", lambda: made("Paged").plan(
+            *TABLE.values(), *HEADS, 16, block_tables=torch.zeros(2, 6, dtype=torch.int64)),
         TypeError,
-        ("custom_mask=True", "must be a torch.Tensor", "pass causal=True by name"),
-    ),
-    Row(
-        "4-D single",
-        lambda: single(**dict.fromkeys("qkv", torch.zeros(2, 3, 8, 64))),
-        (),
-        ValueError,
-        ("q has shape (2, 3, 8, 64)", "q.flatten(0, 1)", *BATCHED),
-    ),
-    Row(
-        "4-D single decode",
-        lambda: single_decode(q=torch.zeros(2, 1, 8, 64)),
-        (),
-        ValueError,
-        ("q has shape (2, 1, 8, 64)", ONE_BY_ONE, "BatchDecodeWithPagedKVCacheWrapper"),
-    ),
-    Row(
-        "4-D q, ragged",
-        ragged_run,
-        (lambda t: (t[0][None], *t[1:]),),
-        ValueError,
-        ("q has shape (1, 38, 8, 64)", *BATCHED),
-    ),
-    Row(
-        "4-D k, ragged",
-        ragged_run,
-        (lambda t: (t[0], t[1][None], t[2][None]),),
-        ValueError,
-        ("k has shape (1, 135, 2, 64)", "k.flatten(0, 1)", *BATCHED),
-    ),
-    Row(
-        "4-D q, paged",
-        paged_run,
-        (lambda t: (t[0][None], t[1:]),),
-        ValueError,
-        ("q has shape (1, 38, 8, 64)", *BATCHED),
-    ),
-    *(
-        Row(f"int64 {call.__name__} {spoilt}", call, (spoilt,), TypeError, (f"pass {name}.int()",))
-        for call, names in {
-            paged_plan: {
-                "qo_indptr": "qo_indptr",
-                "kv_indptr": "paged_kv_indptr",
-                "kv_indices": "paged_kv_indices",
-                "last_page_len": "paged_kv_last_page_len",
-            },
-            decode_plan: {
-                "kv_indptr": "indptr",
-                "kv_indices": "indices",
-                "last_page_len": "last_page_len",
-            },
-            decode_size: {"kv_indptr": "indptr"},
-            ragged_plan: {"qo_indptr": "qo_indptr", "kv_indptr": "kv_indptr"},
-            batch_attention_plan: {
-                "qo_indptr": "qo_indptr",
-                "kv_indptr": "kv_indptr",
-                "kv_indices": "kv_indices",
-            },
-            graph_buffer: {
-                "qo_indptr_buf": "qo_indptr_buf",
-                "paged_kv_indices_buf": "paged_kv_indices_buf",
-            },
-        }.items()
-        for spoilt, name in names.items()
-    ),
-    Row(
-        "int64 block_tables",
-        block_tables,
-        (),
-        TypeError,
-        ("block_tables is torch.int64", "must be torch.int32", "pass block_tables.int()"),
-    ),
-    *(
-        Row(f"{backend} on the CPU", call, (backend,), ValueError, (f"'{backend}'", *ON_CPU))
-        for backend in ("fa2", "fa3")
-        for call in (planned_on_cpu, lambda backend: single(backend=backend))
-    ),
-]
+        ("block_tables is torch.int64", "must be torch.int32", "pass block_tables.int()"))
+)  # fmt: skip
+
+# Names of backends and of arguments.
+
+OURS, WITH_CUDNN = (f"must be one of auto, fa3, fa2, cpu{more}" for more in ("", ", cudnn"))
+FOREIGN = ("backend='trtllm-gen'", OURS, "pass backend='auto'")
+FOREIGN += ("PREFLASH_BACKEND=auto in the environment",)
+ON_CPU = ("computes on CUDA tensors", "on cpu", "pass backend='auto' or 'cpu', or CUDA tensors")
+# A call that takes backend=, and the names of backends that it lists.
+TAKE_BACKEND = {
+    **{name: (functools.partial(made, name), WITH_CUDNN) for name in ("Paged", "Ragged")},
+    "cudnn": (cudnn, WITH_CUDNN),
+    **{name: (functools.partial(made, name), OURS)
+     for name in ("Decode", "PODWithPagedKVCacheWrapper", "BatchPODWithPagedKVCacheWrapper",
+     "BatchAttentionWithAttentionSinkWrapper")},
+    "single": (single, OURS),
+    "fmha": (fmha, OURS),
+}  # fmt: skip
+BACKENDS = [
+    *(Row(f"trtllm-gen {name}", lambda name=name: made(name, backend="trtllm-gen"), ValueError,
+          FOREIGN)
+      for name in ("Paged", "Ragged", "Decode", "BatchAttention")),
+    *(Row(f"{backend} on the CPU, {case.name}",
+          lambda backend=backend, case=case: runner.plan(
+              runner.make_wrapper(case, backend=backend), inputs_of(case)),
+          ValueError, (f"backend='{backend}' ", *ON_CPU))
+      for backend in ("fa2", "fa3") for case in (PAGED, RAGGED)),
+    *(Row(f"{backend} on the CPU, single", lambda backend=backend: single(backend=backend),
+          ValueError, (f"'{backend}'", *ON_CPU))
+      for backend in ("fa2", "fa3")),
+    *(Row(f"cudnn of {name}", lambda call=call: call(backend="cudnn"), NotImplementedError,
+          ("is taken by cudnn_batch_prefill_with_kv_cache",))
+      for name, (call, names) in TAKE_BACKEND.items() if names == OURS),
+]  # fmt: skip
+CONSTRUCTED = (
+    "Paged",
+    "Ragged",
+    "Decode",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "PODWithPagedKVCacheWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
+)
+CASUAL = ("argument 'casual'. Did you mean 'causal'",)
+NAMES = [
+    *(Row(f"kv_layot of {name}", lambda name=name: made(name, kv_layot="NHD"), TypeError,
+          ("argument 'kv_layot'. Did you mean 'kv_layout'?",))
+      for name in CONSTRUCTED),
+    Row("kv_layot of cascade",
+        lambda: preflash.MultiLevelCascadeAttentionWrapper(torch.empty(1), kv_layot="NHD"),
+        TypeError, ("argument 'kv_layot'. Did you mean 'kv_layout'?",)),
+    Row("kv_layot of graphs",
+        lambda: preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(1), kv_layot="NHD"),
+        TypeError, ("argument 'kv_layot'. Did you mean 'kv_layout'?",)),
+    Row("casual", lambda: single(casual=True), TypeError, CASUAL),
+    Row("casual with LSE",
+        lambda: preflash.single_prefill_with_kv_cache_return_lse(Q, K, V, casual=True), TypeError,
+        CASUAL),
+    *(Row(f"casual of {name}",
+          lambda name=name: getattr(made("Ragged"), name)(INTS, INTS, *HEADS, casual=True),
+          TypeError, CASUAL)
+      for name in ("plan", "begin_forward")),
+    Row("casual of forward", lambda: made("Ragged").forward(Q, K, V, casual=True), TypeError,
+        CASUAL),
+    Row("skinks of decode", lambda: made("Decode").run(Q, (K, V), skinks=None), TypeError,
+        ("argument 'skinks'. Did you mean 'sinks'",)),
+    Row("no argument", preflash.BatchPrefillWithRaggedKVCacheWrapper, TypeError,
+        ("missing 1 required positional argument",)),
+    Row("a number as workspace", lambda: preflash.BatchPrefillWithRaggedKVCacheWrapper(1.0),
+        TypeError, ("float_workspace_buffer",)),
+]  # fmt: skip
+if sys.version_info >= (3, 13):  # before, run() is Python's own call
+    NAMES.append(
+        Row("retrun_lse", lambda: made("Ragged").run(Q, K, V, retrun_lse=True), TypeError,
+            ("argument 'retrun_lse'. Did you mean 'return_lse'",))
+    )  # fmt: skip
+ROWS = [*LAYOUTS, *PAIRS, *INT64, *BACKENDS, *NAMES]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
 def test_value_rule_and_way_out(row):
     with pytest.raises(row.error) as caught:
-        row.call(*row.arguments)
+        row.call()
     assert type(caught.value) is row.error
     says = str(caught.value)
     assert [word for word in row.words if word not in says] == [], says
 
 
-@pytest.mark.parametrize("name", ["indptr", "indices"])
-def test_names_of_the_paged_wrapper_stay_out_of_decode(name):
-    with pytest.raises(TypeError) as caught:
-        decode_plan(f"kv_{name}")
-    assert "paged_kv" not in str(caught.value)
+# Whole messages.
+
+WHOLE = [
+    *(
+        (lambda call=call: call(backend="foo"), ValueError, f"backend='foo': {names}")
+        for call, names in TAKE_BACKEND.values()
+    ),
+    (  # rounding would be another page
+        lambda: made("Paged").plan(
+            *(x.float() if name == "paged_kv_indices" else x for name, x in TABLE.items()),
+            *HEADS,
+            16,
+        ),
+        TypeError,
+        "paged_kv_indices is torch.float32; must be torch.int32",
+    ),
+]
 
 
-def test_indices_that_are_no_integers_have_no_int():
-    """Rounding would be another page."""
-    with pytest.raises(TypeError, match=r"paged_kv_indices is torch.float32; must be torch.int32$"):
-        paged_plan("kv_indices", torch.Tensor.float)
+@pytest.mark.parametrize(("call", "error", "message"), WHOLE)
+def test_whole_message(call, error, message):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_the_other_layout_is_no_way_out_where_neither_fits(kv_layout):
-    """7 tokens of 3 heads: 8 query heads divide by neither."""
-    shape = (7, 3, 64) if kv_layout == "NHD" else (3, 7, 64)
-    with pytest.raises(ValueError, match="8 is not a multiple of num_kv_heads = 3") as caught:
-        single(k=torch.zeros(shape), v=torch.zeros(shape), q=torch.zeros(9, 8, 64),
-               kv_layout=kv_layout)  # fmt: skip
-    assert "pass kv_layout" not in str(caught.value)
+def test_backend_that_is_no_text_in_spite_of_the_environment(monkeypatch):
+    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+    with pytest.raises(TypeError, match=f"^backend must be a str, {WITH_CUDNN[8:]}; got int 3$"):
+        made("Paged", backend=3)
 
 
-def test_way_out_of_the_layout_computes_the_same():
-    inputs = build(SINGLE)
-    k, v = inputs.k[:30].contiguous(), inputs.v[:30].contiguous()
-    out = preflash.single_prefill_with_kv_cache(inputs.q, k, v, causal=True)
-    other = preflash.single_prefill_with_kv_cache(
-        inputs.q, swapped(k), swapped(v), causal=True, kv_layout="HND"
-    )
-    assert torch.equal(out, other)
+@pytest.mark.parametrize(
+    ("call", "word"),
+    [
+        (lambda: made("Decode").plan(**of_decode(indptr=INTS.long())), "paged_kv"),
+        (lambda: made("Decode").plan(**of_decode(indices=INTS.long())), "paged_kv"),
+        # 7 tokens of 3 heads: 8 query heads divide by neither.
+        (lambda: single(k=torch.zeros(7, 3, 64), v=torch.zeros(7, 3, 64)), "pass kv_layout"),
+        (lambda: single(k=torch.zeros(3, 7, 64), v=torch.zeros(3, 7, 64), kv_layout="HND"),
+         "pass kv_layout"),
+        (lambda: made("Ragged", xyzzy=1), "Did you mean"),
+    ],
+)  # fmt: skip
+def test_words_that_would_mislead(call, word):
+    """Names of another wrapper's arguments, and ways out that lead nowhere."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert word not in str(caught.value)
 
 
-def test_way_out_of_a_batch_computes_the_same():
+# Ways out that compute the same.
+
+
+def test_way_out_of_the_layout():
+    one = preflash.single_prefill_with_kv_cache(Q, K, V, causal=True)
+    other = single(k=swapped(K), v=swapped(V), causal=True, kv_layout="HND")
+    assert torch.equal(one, other)
+
+
+def test_way_out_of_a_batch():
     """flatten(0, 1) and an indptr, of [batch, tokens, heads, head_dim]."""
     generator = torch.Generator().manual_seed(5)
     shapes = ((2, 9, 8, 64), (2, 30, 2, 64), (2, 30, 2, 64))
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
-    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="cpu")
+    wrapper = made("Ragged", backend="cpu")
     indptr = [torch.arange(3, dtype=torch.int32) * x.shape[1] for x in (q, k)]
-    wrapper.plan(*indptr, 8, 2, 64, q_data_type=q.dtype)
+    wrapper.plan(*indptr, *HEADS, q_data_type=q.dtype)
     out = wrapper.run(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (2, 9))
     for i in range(2):
-        alone = preflash.single_prefill_with_kv_cache(q[i], k[i], v[i], backend="cpu")
-        torch.testing.assert_close(out[i], alone)
+        torch.testing.assert_close(out[i], single(q=q[i], k=k[i], v=v[i], backend="cpu"))
 
 
 def test_batch_attention_without_a_gpu(monkeypatch):
@@ -396,46 +358,32 @@ def test_batch_attention_without_a_gpu(monkeypatch):
 VMAP = r"inside of torch\.vmap, and transforms of torch\.func are not supported; loop over the"
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["q", "k"])
+@pytest.mark.parametrize("which", ["q", "k"])
 def test_vmap_of_a_single_call(which):
-    inputs = build(SINGLE)
-    usual = [inputs.q, inputs.k[:30].contiguous(), inputs.v[:30].contiguous()]
-
-    def attend(one):
-        tensors = [*usual]
-        tensors[which] = one
-        return preflash.single_prefill_with_kv_cache(*tensors)
-
+    right = {"q": Q, "k": K.contiguous()}[which]
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"^{'qk'[which]} .*{VMAP}"):
-            torch.vmap(attend)(torch.stack([usual[which]] * 2))
-        attend(usual[which])
+        with pytest.raises(ValueError, match=f"^{which} .*{VMAP}"):
+            torch.vmap(lambda one: single(**{which: one}))(torch.stack([right] * 2))
+        single(**{which: right})
 
 
 def test_vmap_of_other_calls():
-    v, s = torch.zeros(3, 2, 8), torch.zeros(3, 2)
-    both = [torch.stack([x, x]) for x in (v, s, v, s)]
-    with pytest.raises(ValueError, match=f"^v_a .*{VMAP}"):
-        torch.vmap(preflash.merge_state)(*both)
-    with pytest.raises(ValueError, match=f"^x .*{VMAP}"):
-        torch.vmap(preflash.packbits)(torch.ones(2, 16).bool())
-    inputs = build(PAGED)
+    inputs = inputs_of(PAGED)
     wrapper = runner.make_wrapper(PAGED, backend="cpu")
     runner.plan(wrapper, inputs)
-    with pytest.raises(ValueError, match=f"^q .*{VMAP}"):
-        torch.vmap(lambda q: wrapper.run(q, (inputs.k, inputs.v)))(torch.stack([inputs.q] * 2))
-    expected, expected_lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, expected, expected_lse).check()
+    v, s = torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 2)
+    for name, call, arguments in (
+        ("v_a", preflash.merge_state, (v, s, v, s)),
+        ("x", preflash.packbits, (torch.ones(2, 16).bool(),)),
+        ("q", lambda q: wrapper.run(q, (inputs.k, inputs.v)), (torch.stack([inputs.q] * 2),)),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} .*{VMAP}"):
+            torch.vmap(call)(*arguments)
+    check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
 def test_derivatives(transform):
-    inputs = build(SINGLE)
-    k, v = inputs.k[:30].contiguous(), inputs.v[:30].contiguous()
-
-    def loss(q):
-        return preflash.single_prefill_with_kv_cache(q, k, v).float().sum()
-
     words = re.compile("computes no gradients: it is forward only|inside of torch.vmap")
     with pytest.raises((NotImplementedError, ValueError), match=words):
-        transform(loss)(inputs.q)
+        transform(lambda q: single(q=q).float().sum())(Q)

@@ -1,5 +1,5 @@
 """Calls as FlashInfer's own tests make them, which differ from the documented ones: variants by
-jit_args, scales by position, prefixes beside pages, offsets in elements."""
+jit_args, scales by position, shared prefixes, queries per request."""
 
 import copy
 import dataclasses
@@ -9,8 +9,10 @@ import math
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, Sinks, build, compare, oracle, poison, runner
+from preflash.testing import Case, MaskKind, Sinks, build, compare, poison, runner
+from preflash.testing.inputs import HeadScales
 from preflash.testing.oracle import Pipeline, reference
+from shared_prefixes import shared_prefix, table_of
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -19,31 +21,32 @@ RAGGED = Case(
 )  # fmt: skip
 PAGED = dataclasses.replace(RAGGED, page_size=16)
 BOTH = pytest.mark.parametrize("case", [RAGGED, PAGED], ids=["ragged", "paged"])
+SIZES = (8, 2, 128, 16)
 
 
 def tensors_of(inputs) -> tuple:
     return (inputs.cache,) if inputs.case.paged else (inputs.k, inputs.v)
 
 
+def new(name, target, *args, **options):
+    """The class of that name, on a workspace of its own and the target's backend."""
+    return getattr(preflash, name)(runner.workspace(target.device), *args, **options)
+
+
+def in_nats(result) -> tuple:
+    return result[0], result[1] / math.log(2)
+
+
 # --- jit_args of attention sinks ---------------------------------------------
 
 
-def jit_args(dtype=HALF, head_dim=128, **replaced) -> tuple:
+def jit_args(dtype=HALF, **replaced) -> tuple:
     given = {
-        "uri": "batch_prefill_attention_sink",
-        "q": dtype,
-        "kv": dtype,
-        "o": dtype,
-        "indices": torch.int32,
-        "head_dim_qk": head_dim,
-        "head_dim_vo": head_dim,
-        "tensors": ["sink"],
-        "tensor_types": ["float"],
-        "scalars": ["sm_scale"],
-        "scalar_types": ["double"],
-        "variant": "AttentionSink",
-        "source": "struct AttentionSink;",
-    }
+        "uri": "batch_prefill_attention_sink", "q": dtype, "kv": dtype, "o": dtype,
+        "indices": torch.int32, "head_dim_qk": 128, "head_dim_vo": 128, "tensors": ["sink"],
+        "tensor_types": ["float"], "scalars": ["sm_scale"], "scalar_types": ["double"],
+        "variant": "AttentionSink", "source": "struct AttentionSink;",
+    }  # fmt: skip
     return tuple({**given, **replaced}.values())
 
 
@@ -62,12 +65,10 @@ def test_sinks_by_jit_args(target, case, window, causal, dtype):
     case = dataclasses.replace(case, dtype=dtype)
     inputs, wrapper = with_sinks(case, target, jit_kwargs={"use_sliding_window": window >= 0})
     runner.plan(wrapper, inputs, causal=causal, window_left=window)
-    pipeline = Pipeline(0.11, causal, window, sinks=inputs.sinks)
-    expected = reference(inputs, pipeline=pipeline)
-    out = wrapper.run(inputs.q, *tensors_of(inputs), inputs.sinks, 0.11)
-    compare(out, None, expected).check()
-    out, lse = wrapper.run_return_lse(inputs.q, *tensors_of(inputs), inputs.sinks, 0.11)
-    compare(out, lse, expected).check()
+    expected = reference(inputs, pipeline=Pipeline(0.11, causal, window, sinks=inputs.sinks))
+    given = (inputs.q, *tensors_of(inputs), inputs.sinks, 0.11)
+    compare(wrapper.run(*given), None, expected).check()
+    compare(*wrapper.run_return_lse(*given), expected).check()
 
 
 @BOTH
@@ -76,15 +77,14 @@ def test_sinks_by_jit_args_with_options_by_name(target, case):
     runner.plan(wrapper, inputs, sm_scale=0.2)
     out = poison(inputs.q.shape, case.dtype, target.device)
     options = {"v_scale": 0.5, "q_scale": 2.0, "out": out, "return_lse": True, "lse_base": "ln"}
+    pipeline = Pipeline(0.4, True, 30, out_scale=0.5, sinks=inputs.sinks)
+    expected = reference(inputs, pipeline=pipeline)
     for each in (wrapper, copy.copy(wrapper)):
-        for sinks in ((inputs.sinks,), ()):
-            named = {} if sinks else {"sinks": inputs.sinks}
-            result, lse = each.run(
-                inputs.q, *tensors_of(inputs), *sinks, window_left=30, **named, **options
-            )
-            assert result is out
-            pipeline = Pipeline(0.4, True, 30, out_scale=0.5, sinks=inputs.sinks)
-            compare(out, lse / math.log(2), reference(inputs, pipeline=pipeline)).check()
+        for sinks, named in (((inputs.sinks,), {}), ((), {"sinks": inputs.sinks})):
+            given = (inputs.q, *tensors_of(inputs), *sinks)
+            result = each.run(*given, window_left=30, **named, **options)
+            assert result[0] is out
+            compare(*in_nats(result), expected).check()
 
 
 REFUSED_VARIANTS = {
@@ -104,35 +104,46 @@ REFUSED_VARIANTS = {
 def test_other_variants_are_refused(target, case, options):
     with pytest.raises(NotImplementedError, match="jit_"):
         runner.make_wrapper(case, backend=target.backend, device=target.device, **options)
-    with pytest.raises(NotImplementedError, match="jit_args"):
-        preflash.PODWithPagedKVCacheWrapper(runner.workspace(target.device), jit_args=jit_args())
 
 
-@BOTH
-def test_what_contradicts_jit_args_is_refused(target, case):
-    inputs, wrapper = with_sinks(case, target)
-    for wrong in (
-        {"q_data_type": BFLOAT, "kv_data_type": BFLOAT},
-        {"head_dim": 64},
-        {"pos_encoding_mode": "ALIBI"},
-    ):
+def replan(head_dim=128, **wrong):
+    """plan() with something else than the constructor fixed."""
+
+    def call(wrapper, inputs, _given):
         positional, options = runner.plan_arguments(inputs)
-        if "head_dim" in wrong:
-            at = 6 if case.paged else 4
-            positional = (*positional[:at], 64, *positional[at + 1 :])
-        else:
-            options = {**options, **wrong}
-        with pytest.raises(ValueError, match="contradicts the constructor"):
-            wrapper.plan(*positional, **options)
+        at = 6 if inputs.case.paged else 4
+        wrapper.plan(*positional[:at], head_dim, *positional[at + 1 :], **{**options, **wrong})
+
+    return call
+
+
+CONTRADICTS = "contradicts the constructor"
+REFUSED_WITH_SINKS = {
+    "dtypes": (replan(q_data_type=BFLOAT, kv_data_type=BFLOAT), ValueError, CONTRADICTS),
+    "head_dim": (replan(64), ValueError, CONTRADICTS),
+    "position": (replan(pos_encoding_mode="ALIBI"), ValueError, CONTRADICTS),
+    "no sink": (lambda w, _, given: w.run(*given), TypeError, "sink"),
+    "forward": (lambda w, _, given: w.forward(*given), TypeError, "takes no sink"),
+    "too many": (lambda w, i, given: w.run(*given, i.sinks, 0.1, 0.2), TypeError, "too many"),
+    "unknown": (
+        lambda w, i, given: w.run(*given, i.sinks, vscale=0.2), TypeError, "Did you mean 'v_scale'"
+    ),
+    "pod": (
+        lambda *_: preflash.PODWithPagedKVCacheWrapper(torch.empty(0), jit_args=jit_args()),
+        NotImplementedError, "jit_args",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"), REFUSED_WITH_SINKS.values(), ids=REFUSED_WITH_SINKS
+)
+@BOTH
+def test_refusals_with_jit_args(target, case, call, error, match):
+    inputs, wrapper = with_sinks(case, target)
     runner.plan(wrapper, inputs)
-    with pytest.raises(TypeError, match="sink"):
-        wrapper.run(inputs.q, *tensors_of(inputs))
-    with pytest.raises(TypeError, match="takes no sink"):
-        wrapper.forward(inputs.q, *tensors_of(inputs))
-    with pytest.raises(TypeError, match="too many"):
-        wrapper.run(inputs.q, *tensors_of(inputs), inputs.sinks, 0.1, 0.2)
-    with pytest.raises(TypeError, match="Did you mean 'v_scale'"):
-        wrapper.run(inputs.q, *tensors_of(inputs), inputs.sinks, vscale=0.2)
+    with pytest.raises(error, match=match):
+        call(wrapper, inputs, (inputs.q, *tensors_of(inputs)))
 
 
 # --- fp8: scales by position, queries of float8_e5m2 --------------------------
@@ -146,40 +157,41 @@ def test_scales_by_position(target, case):
     inputs.variant = wrapper.variant  # bounds depend on it
     scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
     expected = reference(inputs)
-    out = wrapper.run(inputs.q, *tensors_of(inputs), *scales)
-    runner.compare(inputs, out, None, expected).check()
-    out, lse = wrapper.run_return_lse(inputs.q, *tensors_of(inputs), *scales)
-    runner.compare(inputs, out, lse, expected).check()
-    named = wrapper.run(inputs.q, *tensors_of(inputs), *scales, return_lse=True, lse_base="ln")
-    runner.compare(inputs, named[0], named[1] / math.log(2), expected).check()
-    out, lse = wrapper.run(inputs.q, *tensors_of(inputs), *scales[:2], 2.0, return_lse=True)
+    run = functools.partial(wrapper.run, inputs.q, *tensors_of(inputs))
+    runner.compare(inputs, run(*scales), None, expected).check()
+    result = wrapper.run_return_lse(inputs.q, *tensors_of(inputs), *scales)
+    runner.compare(inputs, *result, expected).check()
+    result = in_nats(run(*scales, return_lse=True, lse_base="ln"))
+    runner.compare(inputs, *result, expected).check()
     of_v = dataclasses.replace(inputs.scales, v=torch.full_like(inputs.scales.v, 2.0))
-    runner.compare(inputs, out, lse, reference(dataclasses.replace(inputs, scales=of_v))).check()
-    out = wrapper.run(inputs.q, *tensors_of(inputs), 2.0, 0.25, 2.0)
-    same = wrapper.run(inputs.q, *tensors_of(inputs), q_scale=2.0, k_scale=0.25, v_scale=2.0)
-    assert torch.equal(out, same)
-    with pytest.raises(TypeError, match="q_scale beside scales"):
-        wrapper.run(inputs.q, *tensors_of(inputs), *scales, q_scale=2.0)
-    for wrong in (scales[:1], scales[:2], (*scales, scales[0])):
-        with pytest.raises((TypeError, ValueError)):
-            wrapper.run(inputs.q, *tensors_of(inputs), *wrong)
-    with pytest.raises(TypeError, match="scale"):
-        wrapper.run(inputs.q, *tensors_of(inputs), *scales, scale_k=inputs.scales.k)
+    result = run(*scales[:2], 2.0, return_lse=True)
+    doubled = reference(dataclasses.replace(inputs, scales=of_v))
+    runner.compare(inputs, *result, doubled).check()
+    assert torch.equal(run(2.0, 0.25, 2.0), run(q_scale=2.0, k_scale=0.25, v_scale=2.0))
+    for wrong, named, match in (
+        (scales, {"q_scale": 2.0}, "q_scale beside scales"),
+        (scales, {"scale_k": inputs.scales.k}, "scale"),
+        (scales[:1], {}, "one factor for each head|all three of them"),
+        (scales[:2], {}, "one factor for each head|all three of them"),
+        ((*scales, scales[0]), {}, r"all three|run\(\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            run(*wrong, **named)
 
 
 @BOTH
-def test_what_stands_by_position_is_not_given_twice(target, case):
+def test_an_argument_by_position_is_not_given_twice(target, case):
     inputs = build(case, device=target.device)
     wrapper = runner.planned(inputs, backend=target.backend)
+    run = functools.partial(wrapper.run, inputs.q, *tensors_of(inputs))
     before = (0.5, 2.0) if case.paged else ()  # k_scale and v_scale
-    out, _ = wrapper.run(inputs.q, *tensors_of(inputs), *before, True)
-    same = dict(zip(("k_scale", "v_scale"), before, strict=False))
-    assert torch.equal(out, wrapper.run(inputs.q, *tensors_of(inputs), **same))
+    named = dict(zip(("k_scale", "v_scale"), before, strict=False))
+    assert torch.equal(run(*before, True)[0], run(**named))
     with pytest.raises(TypeError, match="multiple values for argument 'return_lse'"):
-        wrapper.run(inputs.q, *tensors_of(inputs), *before, True, return_lse=True)
-    for name in same:
+        run(*before, True, return_lse=True)
+    for name in named:
         with pytest.raises(TypeError, match=f"multiple values for argument {name!r}"):
-            wrapper.run(inputs.q, *tensors_of(inputs), *before, **{name: 1.0})
+            run(*before, **{name: 1.0})
 
 
 def test_scales_by_position_in_decode(target):
@@ -188,17 +200,14 @@ def test_scales_by_position_in_decode(target):
         dtype=E4M3, kv_dtype=E4M3, head_scales=True,
     )  # fmt: skip
     inputs = build(case, device=target.device)
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
-        runner.workspace(target.device), case.layout, backend=target.backend
-    )
-    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    wrapper = new("BatchDecodeWithPagedKVCacheWrapper", target, backend=target.backend)
     wrapper.plan(
-        *table, 8, 2, 128, 16, q_data_type=E4M3, kv_data_type=E4M3,
+        *table_of(inputs), *SIZES, q_data_type=E4M3, kv_data_type=E4M3,
         o_data_type=inputs.case.o_dtype, sm_scale=inputs.pipeline.sm_scale,
     )  # fmt: skip
     scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
-    out, lse = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
-    runner.compare(inputs, out, lse).check()
+    result = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
+    runner.compare(inputs, *result).check()
     for wrong in (scales[:2], (1.0, 1.0, True), (1.0, 1.0)):
         with pytest.raises(TypeError, match="too many"):
             wrapper.run(inputs.q, inputs.cache, *wrong)
@@ -240,92 +249,60 @@ def test_queries_of_e5m2_with_scales_of_heads(target, case):
     factors = {n: torch.rand(h, device=target.device) + 0.5 for n, h in heads.items()}
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=None)
-    out, lse = wrapper.run_return_lse(q, *tensors_of(inputs), *factors.values())
-    from preflash.testing.inputs import HeadScales
-
+    result = wrapper.run_return_lse(q, *tensors_of(inputs), *factors.values())
     scaled = dataclasses.replace(inputs, scales=HeadScales(**factors))
-    runner.compare(inputs, out, lse, reference(scaled)).check()
+    runner.compare(inputs, *result, reference(scaled)).check()
 
 
-def test_queries_of_e5m2_with_buffers_of_graphs_and_beside_prefills(target):
+def test_queries_of_e5m2_with_buffers_of_graphs_and_in_pod(target):
     inputs, q = of_e5m2(PAGED, target)
-    new = functools.partial(torch.zeros, dtype=torch.int32, device=target.device)
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", True, new(5), new(5), new(64), new(4),
-        backend=target.backend,
+    ints = functools.partial(torch.zeros, dtype=torch.int32, device=target.device)
+    wrapper = new(
+        "BatchPrefillWithPagedKVCacheWrapper", target, "NHD", True, ints(5), ints(5), ints(64),
+        ints(4), backend=target.backend,
     )  # fmt: skip
     for _ in range(2):
         runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=E5M2)
-        out, lse = wrapper.run(q, inputs.cache, return_lse=True)
-        runner.compare(inputs, out, lse).check()
-    pod = preflash.PODWithPagedKVCacheWrapper(
-        runner.workspace(target.device), backend=target.backend
-    )
-    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    pod.plan(*table, 8, 2, 128, 16, q_data_type=E5M2, kv_data_type=E5M2)
+        runner.compare(inputs, *wrapper.run(q, inputs.cache, return_lse=True)).check()
+    pod = new("PODWithPagedKVCacheWrapper", target, backend=target.backend)
+    pod.plan(*table_of(inputs), *SIZES, q_data_type=E5M2, kv_data_type=E5M2)
     k, v = (t.flatten(0, 1)[:9] for t in (inputs.k, inputs.v))
     with pytest.raises(TypeError, match="float8_e5m2"):
         pod.run(q[:9], k, v, q[:4], inputs.cache)
 
 
 @pytest.mark.parametrize("o_dtype", [None, HALF])
-def test_a_single_request_of_e5m2(target, o_dtype):
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_single_request_of_e5m2(target, o_dtype, masked):
     case = dataclasses.replace(RAGGED, qo_lens=(33,), kv_lens=(90,))
     inputs, q = of_e5m2(case, target, o_dtype)
-    expected = reference(inputs)
-    for masked in (False, True):
-        options = {"causal": True}
-        if masked:
-            options = {"custom_mask": torch.ones(33, 90, dtype=torch.bool).tril(57).to(q.device)}
-        options |= {"sm_scale": inputs.pipeline.sm_scale, "o_dtype": o_dtype}
-        out, lse = preflash.single_prefill_with_kv_cache(
-            q, inputs.k[:90], inputs.v[:90], **options, return_lse=True, backend=target.backend
-        )
-        assert out.dtype == (o_dtype or BFLOAT)
-        runner.compare(inputs, out, lse, expected).check()
-
-
-# --- prefixes beside pages -----------------------------------------------------
-
-
-def shared_prefix(target, queries, prefix, keys, layout="NHD", dtype=HALF, causal=False):
-    """Inputs over the pages, the prefix, and what attention over both gives."""
-    case = Case(
-        "prefix", queries, keys, 8, 2, 128, dtype=dtype, page_size=16, layout=layout,
-        mask=MaskKind.CAUSAL if causal else MaskKind.NONE,
+    mask = target.to(torch.ones(33, 90, dtype=torch.bool).tril(57))
+    options = {"custom_mask": mask} if masked else {"causal": True}
+    out, lse = preflash.single_prefill_with_kv_cache(
+        q, inputs.k[:90], inputs.v[:90], **options, sm_scale=inputs.pipeline.sm_scale,
+        o_dtype=o_dtype, return_lse=True, backend=target.backend,
     )  # fmt: skip
-    inputs = build(case, device=target.device)
-    generator = torch.Generator().manual_seed(7)
-    k, v = torch.randn((2, prefix, 2, 128), generator=generator).to(dtype).to(target.device)
-    parts = []
-    for i in range(len(queries)):
-        request = inputs.request(i)
-        keys_of = torch.cat([k.cpu(), request.k.cpu()])
-        values_of = torch.cat([v.cpu(), request.v.cpu()])
-        parts.append(oracle.attend(request.q.cpu(), keys_of, values_of, inputs.pipeline))
-    expected = oracle.concatenate(parts)
-    expected.spread = expected.spread + 2 * expected.out.abs()  # the roundings of the merge
-    if layout == "HND":
-        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    return inputs, k, v, expected.map(lambda t: t.to(target.device))
+    assert out.dtype == (o_dtype or BFLOAT)
+    runner.compare(inputs, out, lse).check()
+
+
+# --- shared prefixes -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("prefix", [0, 1, 128])
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 def test_decode_with_a_shared_prefix(target, layout, prefix, dtype):
-    inputs, k, v, expected = shared_prefix(target, (1,) * 4, prefix, (37, 17, 1, 90), layout, dtype)
-    wrapper = preflash.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(
-        runner.workspace(target.device), layout
+    inputs, (k, v), expected = shared_prefix(
+        target.device, (1,) * 4, prefix, (37, 17, 1, 90), layout, dtype
     )
-    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    wrapper.begin_forward(*table, 8, 2, 128, 16, dtype)
+    wrapper = new("BatchDecodeWithSharedPrefixPagedKVCacheWrapper", target, layout)
+    wrapper.begin_forward(*table_of(inputs), *SIZES, dtype)
     for _ in range(2):
         compare(wrapper.forward(inputs.q, k, v, inputs.cache), None, expected).check()
     wrapper.end_forward()
-    wrapper.reset_workspace_buffer(
-        runner.workspace(target.device), runner.workspace(target.device, 1 << 20)
-    )
+    device = target.device
+    wrapper.reset_workspace_buffer(runner.workspace(device), runner.workspace(device, 1 << 20))
     compare(wrapper.forward(inputs.q, k, v, inputs.cache), None, expected).check()
     with pytest.raises(ValueError, match=r"must be|must have"):
         wrapper.forward(inputs.q, k[:, :1], v[:, :1, :64], inputs.cache)
@@ -334,39 +311,20 @@ def test_decode_with_a_shared_prefix(target, layout, prefix, dtype):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("prefix", [0, 1, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_prefill_with_a_shared_prefix(target, layout, prefix, causal):
-    lengths = ((9, 0, 33, 1), (40, 7, 90, 5))
-    inputs, k, v, expected = shared_prefix(
-        target, lengths[0], prefix, lengths[1], layout, causal=causal
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_prefill_with_a_shared_prefix(target, layout, prefix, causal, scale):
+    inputs, (k, v), expected = shared_prefix(
+        target.device, (9, 0, 33, 1), prefix, (40, 7, 90, 5), layout, causal=causal, scale=scale
     )
-    wrapper = preflash.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
-        runner.workspace(target.device), layout
-    )
-    table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    wrapper = new("BatchPrefillWithSharedPrefixPagedKVCacheWrapper", target, layout)
+    options = {"causal": causal} if scale is None else {"causal": causal, "sm_scale": scale}
     for _ in range(2):
-        wrapper.begin_forward(*table, 8, 2, 128, 16)
-        out = wrapper.forward(inputs.q, k, v, inputs.cache, causal=causal)
+        wrapper.begin_forward(inputs.qo_indptr, *table_of(inputs), *SIZES)
+        out = wrapper.forward(inputs.q, k, v, inputs.cache, rope_scale=1.0, **options)
         compare(out, None, expected).check()
+        with pytest.raises(ValueError, match="rope_theta"):
+            wrapper.forward(inputs.q, k, v, inputs.cache, rope_theta=5e5)
         wrapper.end_forward()
-
-
-def test_a_shared_prefix_with_a_scale(target):
-    inputs, k, v, _ = shared_prefix(target, (3,), 20, (30,))
-    wrapper = preflash.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
-        runner.workspace(target.device)
-    )
-    table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    wrapper.begin_forward(*table, 8, 2, 128, 16)
-    out = wrapper.forward(inputs.q, k, v, inputs.cache, sm_scale=0.3, rope_scale=1.0)
-    request = inputs.request(0)
-    whole = oracle.attend(
-        request.q.cpu(), torch.cat([k.cpu(), request.k.cpu()]),
-        torch.cat([v.cpu(), request.v.cpu()]), Pipeline(0.3),
-    )  # fmt: skip
-    whole.spread = whole.spread + 2 * whole.out.abs()
-    compare(out, None, whole.map(lambda t: t.to(target.device))).check()
-    with pytest.raises(ValueError, match="rope_theta"):
-        wrapper.forward(inputs.q, k, v, inputs.cache, rope_theta=5e5)
 
 
 # --- q_len_per_req --------------------------------------------------------------
@@ -378,11 +336,8 @@ def verification(target, q_len, **options):
         mask=MaskKind.CAUSAL if q_len > 1 else MaskKind.NONE,
     )  # fmt: skip
     inputs = build(case, device=target.device)
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
-        runner.workspace(target.device), backend=target.backend, **options
-    )
-    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    return inputs, wrapper, (*table, 8, 2, 128, 16)
+    wrapper = new("BatchDecodeWithPagedKVCacheWrapper", target, backend=target.backend, **options)
+    return inputs, wrapper, (*table_of(inputs), *SIZES)
 
 
 @pytest.mark.parametrize("window", [-1, 40])
@@ -392,7 +347,7 @@ def test_queries_per_request_of_decode(target, q_len, window):
     pipeline = dataclasses.replace(inputs.pipeline, window_left=window)
     expected = reference(inputs, pipeline=pipeline)
     options = {"q_data_type": HALF, "window_left": window, "q_len_per_req": q_len}
-    for plan in (wrapper.plan, lambda *a, **k: preflash.fast_decode_plan(wrapper, *a, **k)):
+    for plan in (wrapper.plan, functools.partial(preflash.fast_decode_plan, wrapper)):
         plan(*table, **options)
         for given in (None, q_len):
             out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True, q_len_per_req=given)
@@ -403,17 +358,17 @@ def test_queries_per_request_of_decode(target, q_len, window):
 def test_wrong_queries_per_request(target):
     inputs, wrapper, table = verification(target, 2)
     wrapper.plan(*table, q_data_type=HALF, q_len_per_req=2)
-    with pytest.raises(ValueError, match="q_len_per_req"):
-        wrapper.run(torch.cat([inputs.q, inputs.q[:4]]), inputs.cache)
-    with pytest.raises(ValueError, match="q_len_per_req=3 has exactly 12"):
-        wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
     more = torch.cat([inputs.q, inputs.q[:4]])
-    for refused in (lambda: wrapper.run(more, inputs.cache, q_len_per_req=3),
-                    lambda: wrapper.plan(*table, q_data_type=HALF, q_len_per_req=3)):  # fmt: skip
-        with pytest.raises(ValueError, match="empty KV range"):
-            refused()
-    out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True)
-    runner.compare(inputs, out, lse).check()
+    empty = "empty KV range"
+    for call, match in (
+        (lambda: wrapper.run(more, inputs.cache), "q_len_per_req"),
+        (lambda: wrapper.run(inputs.q, inputs.cache, q_len_per_req=3), "=3 has exactly 12"),
+        (lambda: wrapper.run(more, inputs.cache, q_len_per_req=3), empty),
+        (lambda: wrapper.plan(*table, q_data_type=HALF, q_len_per_req=3), empty),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
 
 
 def test_queries_per_request_of_run_alone(target):
@@ -427,10 +382,13 @@ def test_queries_per_request_of_run_alone(target):
         runner.compare(inputs, out, lse).check()
         assert wrapper._q_len_per_req == 3
         assert torch.equal(wrapper.run(one, inputs.cache), alone)
+    wrapper.begin_forward(*table, q_data_type=HALF)
+    with pytest.raises(ValueError, match=r"q_len_per_req=3 in run.*plan again"):
+        wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_run_plans_what_plan_was_given(target, inference):
+def test_run_plans_the_values_that_plan_was_given(target, inference):
     """The caller's arrays may have changed since; pages on the GPU are read where they are."""
     inputs, wrapper, table = verification(target, 3)
     with torch.inference_mode(inference):
@@ -443,112 +401,47 @@ def test_run_plans_what_plan_was_given(target, inference):
     runner.compare(inputs, out, lse).check()
 
 
-def test_run_does_not_plan_again_what_begin_forward_planned(target):
-    inputs, wrapper, table = verification(target, 3)
-    wrapper.begin_forward(*table, q_data_type=HALF)
-    with pytest.raises(ValueError, match=r"q_len_per_req=3 in run.*plan again"):
-        wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
+# --- attributes that engines set and read -------------------------------------------
 
 
-# --- backend="cudnn" with offsets in elements ------------------------------------
-
-
-@pytest.mark.parametrize("kv_heads", [1, 4, 8])
-@pytest.mark.parametrize("page_size", [8, 16])
-@pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_offsets_in_elements(page_size, kv_heads, causal):
-    """The cache is [pages, heads, page_size, head_dim] with strides of its own, also where heads
-    and page_size are one number."""
-    case = Case(
-        "cudnn", (3, 17, 1), (9, 33, 40), 8, kv_heads, 128, dtype=BFLOAT, page_size=page_size,
-        layout="NHD", mask=MaskKind.CAUSAL if causal else MaskKind.NONE, sm_scale=0.11,
-    )  # fmt: skip
-    inputs = build(case)
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace("cpu"), "NHD", backend="cudnn"
-    )
-    lens_q, lens = (
-        torch.tensor(given, dtype=torch.int32).view(-1, 1, 1, 1)
-        for given in (case.qo_lens, case.kv_lens)
-    )
-    wrapper.plan(
-        inputs.qo_indptr * (8 * 128), inputs.kv_indptr, inputs.indices, inputs.last_page_len,
-        8, kv_heads, 128, page_size, pos_encoding_mode="NONE", causal=causal, q_data_type=BFLOAT,
-        seq_lens=lens, seq_lens_q=lens_q, sm_scale=0.11, max_token_per_sequence=17,
-        max_sequence_kv=40,
-    )  # fmt: skip
-    k, v = (pool.transpose(1, 2) for pool in (inputs.k, inputs.v))
-    out, lse = wrapper.run(inputs.q, (k, v), return_lse=True)
-    runner.compare(inputs, out, lse).check()
-
-
-@BOTH
-def test_cudnn_offsets_in_tokens_beside_seq_lens_q(case):
-    inputs = build(case)
-    wrapper = runner.make_wrapper(case, backend="cudnn")
-    lens = {
-        "seq_lens_q": torch.tensor(case.qo_lens).view(-1, 1, 1, 1),
-        "seq_lens": torch.tensor(case.kv_lens),
-    }
-    runner.plan(wrapper, inputs, **lens)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    positional, options = runner.plan_arguments(inputs)
-    if not case.paged:
-        positional = (positional[0] * 8 * 128, positional[1] * 2 * 128, *positional[2:])
-        wrapper.plan(*positional, **{**options, **lens})
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    wrong = (inputs.qo_indptr * (8 * 128 + 8), *positional[1:])
-    with pytest.raises(ValueError, match=r"qo_indptr|seq_lens_q|max"):
-        wrapper.plan(*wrong, **{**options, **lens})
-
-
-# --- what is set and read -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 def test_graph_buffers_that_are_set_afterwards(target, kind):
     """Sets graph buffers after construction, as RTP-LLM does before its first plan()."""
-    lengths = (1,) * 4 if kind == "decode" else (9, 0, 33, 1)
-    case = dataclasses.replace(
-        PAGED, qo_lens=lengths, mask=MaskKind.NONE if kind == "decode" else MaskKind.CAUSAL
-    )
+    case = PAGED
+    if kind == "Decode":
+        case = dataclasses.replace(PAGED, qo_lens=(1,) * 4, mask=MaskKind.NONE)
     inputs = build(case, device=target.device)
-    cls = preflash.BatchPrefillWithPagedKVCacheWrapper
-    if kind == "decode":
-        cls = preflash.BatchDecodeWithPagedKVCacheWrapper
-    wrapper = cls(runner.workspace(target.device), case.layout, backend=target.backend)
+    wrapper = new(f"Batch{kind}WithPagedKVCacheWrapper", target, backend=target.backend)
     assert wrapper._qo_indptr_buf is None
     assert wrapper._fixed_batch_size == 0
     with pytest.raises(AttributeError, match="is read-only"):
         wrapper._paged_kv_indices_buf = inputs.indices
-    new = torch.zeros
-    on = {"dtype": torch.int32, "device": target.device}
+    ints = functools.partial(torch.zeros, dtype=torch.int32, device=target.device)
     wrapper._use_cuda_graph = True
     assert wrapper.is_cuda_graph_enabled
-    if kind == "prefill":
-        wrapper._qo_indptr_buf = new(5, **on)
-    wrapper._paged_kv_indptr_buf = indptr = new(5, **on)
-    wrapper._paged_kv_last_page_len_buf = new(4, **on)
-    wrapper._paged_kv_indices_buf = new(64, **on)
+    if kind == "Prefill":
+        wrapper._qo_indptr_buf = ints(5)
+    wrapper._paged_kv_indptr_buf = indptr = ints(5)
+    wrapper._paged_kv_last_page_len_buf = ints(4)
+    wrapper._paged_kv_indices_buf = ints(64)
     wrapper._fixed_batch_size = 4
     assert wrapper._paged_kv_indptr_buf is indptr
     assert wrapper._fixed_batch_size == 4
     for _ in range(2):
-        if kind == "decode":
-            table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-            wrapper.plan(*table, 8, 2, 128, 16, q_data_type=HALF)
+        if kind == "Decode":
+            wrapper.plan(*table_of(inputs), *SIZES, q_data_type=HALF)
         else:
             runner.plan(wrapper, inputs)
         runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     assert torch.equal(indptr, inputs.kv_indptr.to(indptr.device))
-    wrapper._use_cuda_graph = True  # as it is
+    wrapper._use_cuda_graph = True  # no change
     with pytest.raises(AttributeError, match=r"after plan\(\)"):
         wrapper._use_cuda_graph = False
     with pytest.raises(AttributeError, match="is read-only"):
         wrapper._paged_kv_indptr_buf = indptr.clone()
 
 
-def test_graph_buffers_that_are_missing_or_wrong(target):
+def test_graph_buffers_that_are_missing(target):
     inputs = build(PAGED, device=target.device)
     wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
     wrapper._use_cuda_graph = True
@@ -559,15 +452,9 @@ def test_graph_buffers_that_are_missing_or_wrong(target):
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     with pytest.raises(AttributeError, match=r"after plan\(\)"):
         wrapper._use_cuda_graph = True
-
-
-def test_attributes_of_a_plan(target):
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.planned(inputs, backend=target.backend)
-    assert wrapper._qo_indptr_last == sum(PAGED.qo_lens)
     assert wrapper._kv_lens_buffer.tolist() == list(PAGED.kv_lens)
-    assert wrapper._jit_module is None
     assert (wrapper._pos_encoding_mode, wrapper._rope_scale) == ("NONE", 1.0)
+    assert wrapper._jit_module is None
     with pytest.raises(NotImplementedError, match="_jit_module"):
         wrapper._jit_module = object()
 
@@ -581,9 +468,7 @@ def test_attributes_of_a_cascade(target):
 
 def test_attributes_of_pod(target):
     inputs, _, table = verification(target, 1)
-    wrapper = preflash.PODWithPagedKVCacheWrapper(
-        runner.workspace(target.device), backend=target.backend
-    )
+    wrapper = new("PODWithPagedKVCacheWrapper", target, backend=target.backend)
     assert wrapper._paged_kv_indptr_buf is None
     wrapper.plan(*table, q_data_type=HALF, sm_scale=0.25)
     assert (wrapper._sm_scale, wrapper._window_left, wrapper._use_cuda_graph) == (0.25, -1, False)
@@ -597,16 +482,12 @@ def test_attributes_of_pod(target):
 
 
 def test_attributes_of_batches_of_pod(target):
-    prefills = build(PAGED, device=target.device)
-    decodes, _, _ = verification(target, 1)
-    wrapper = preflash.BatchPODWithPagedKVCacheWrapper(
-        runner.workspace(target.device), backend=target.backend
-    )
-    assert wrapper._kv_indptr_buf_p is None
     sides = []
-    for inputs in (prefills, decodes):
-        sides += [inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len]
-    wrapper.plan(*sides, 8, 2, 128, 16, q_data_type=HALF)
+    for inputs in (build(PAGED, device=target.device), verification(target, 1)[0]):
+        sides += [inputs.qo_indptr, *table_of(inputs)]
+    wrapper = new("BatchPODWithPagedKVCacheWrapper", target, backend=target.backend)
+    assert wrapper._kv_indptr_buf_p is None
+    wrapper.plan(*sides, *SIZES, q_data_type=HALF)
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
     told = [getattr(wrapper, f"_{name}_buf_{side}") for side in "pd" for name in names]
     for values, given in zip(told, sides, strict=True):
@@ -630,6 +511,6 @@ def test_an_unaligned_workspace(target):
     sliced = runner.workspace(target.device, 1025)[1:]
     with pytest.raises(ValueError, match="float_workspace_buffer must be 16-byte aligned"):
         preflash.BatchDecodeWithPagedKVCacheWrapper(sliced)
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(runner.workspace(target.device))
+    wrapper = new("BatchDecodeWithPagedKVCacheWrapper", target)
     with pytest.raises(ValueError, match="int_workspace_buffer must be 16-byte aligned"):
         wrapper.reset_workspace_buffer(runner.workspace(target.device), sliced)

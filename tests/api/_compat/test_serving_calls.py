@@ -1,433 +1,426 @@
-"""Call sequences of serving engines, argument by argument as they make them."""
+"""Calls of serving engines, argument by argument as each engine makes them."""
 
 import dataclasses
+import functools
 import math
 
 import preflash as flashinfer
 import pytest
 import torch
-from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
+from preflash.testing import (
+    Case,
+    KvForm,
+    MaskKind,
+    Sinks,
+    build,
+    compare,
+    poison,
+    reference,
+    runner,
+)
 from preflash.testing.oracle import Pipeline
 
-# Prefill chunks with history beside decodes, K and V as two halves of one last dimension.
+CAUSAL = {"mask": MaskKind.CAUSAL}
+SLOTS = {"page_size": 1}
+HEADS = (8, 2, 128)
+HEADS_BY_NAME = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), HEADS, strict=True))
+# Prefill chunks with history and decodes, K and V as two halves of one last dimension.
 VLLM = Case(
-    "vllm",
-    (1, 1, 40, 9),
-    (90, 17, 40, 129),
-    8,
-    2,
-    128,
-    page_size=16,
-    form=KvForm.HALVES,
-    mask=MaskKind.CAUSAL,
+    "vllm", (1, 1, 40, 9), (90, 17, 40, 129), *HEADS, page_size=16, form=KvForm.HALVES, **CAUSAL
 )
+CHUNKS = Case("chunks", (1, 40, 9), (90, 40, 129), *HEADS, page_size=16, **CAUSAL)
+DECODES = Case("decodes", (1,) * 4, (90, 17, 1, 333), *HEADS, page_size=16, form=KvForm.HALVES)
+SGLANG = Case("sglang", (7, 30, 1, 12), (60, 30, 200, 77), *HEADS, **SLOTS, **CAUSAL)
+MLA = Case("mla", (37, 100, 1), (37, 211, 9), 4, 4, 192, 128, mask=MaskKind.CAUSAL)
+DTYPES = {"q_data_type": VLLM.dtype, "kv_data_type": VLLM.dtype}
+VLLM_PLAN = {
+    "sm_scale": VLLM.scale, "window_left": -1, "logits_soft_cap": None, **DTYPES,
+    "fixed_split_size": -1, "disable_split_kv": False,
+}  # fmt: skip
+NO_SCALES = {"k_scale": 1.0, "v_scale": 1.0}
 
 
-def pinned(t: torch.Tensor) -> torch.Tensor:
-    return t.pin_memory() if torch.cuda.is_available() else t
+def paged(target, layout="NHD", **options):
+    work = runner.workspace(target.device)
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(work, layout, **options)
+
+
+def ragged(target):
+    return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(target.device), "NHD")
+
+
+def decode(target, layout="NHD", **options):
+    work = runner.workspace(target.device)
+    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        work, layout, use_tensor_cores=True, **options
+    )
+
+
+def table(inputs) -> tuple:
+    return inputs.kv_indptr, inputs.indices, inputs.last_page_len
+
+
+def check(inputs, out, lse=None, pipeline=None) -> None:
+    if pipeline is None:
+        runner.compare(inputs, out, lse).check()
+        return
+    expected = reference(inputs, pipeline=pipeline)
+    compare(out, lse, expected, soft_cap=pipeline.soft_cap).check()
+
+
+# vLLM, and SGLang's calls that are like its
+
+
+def vllm_arrays(inputs) -> dict:
+    """Index arrays on the host, in pinned memory where there is a GPU; page indices stay."""
+
+    def pinned(t: torch.Tensor) -> torch.Tensor:
+        return t.cpu().pin_memory() if torch.cuda.is_available() else t.cpu()
+
+    return {
+        "qo_indptr": pinned(inputs.qo_indptr),
+        "paged_kv_indptr": pinned(inputs.kv_indptr),
+        "paged_kv_indices": inputs.indices,
+        "paged_kv_last_page_len": pinned(inputs.last_page_len),
+        "seq_lens": pinned(torch.tensor(inputs.case.kv_lens, dtype=torch.int32)),
+        "num_qo_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim_qk": 128,
+        "page_size": 16,
+    }
 
 
 def vllm_plan(wrapper, inputs, **changes) -> None:
-    case = inputs.case
-    options = {
-        "qo_indptr": pinned(inputs.qo_indptr.cpu()),
-        "paged_kv_indptr": pinned(inputs.kv_indptr.cpu()),
-        "paged_kv_indices": inputs.indices,
-        "paged_kv_last_page_len": pinned(inputs.last_page_len.cpu()),
-        "seq_lens": pinned(torch.tensor(case.kv_lens, dtype=torch.int32)),
-        "num_qo_heads": case.num_qo_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dim_qk": case.head_dim,
-        "page_size": case.page_size,
-        "causal": True,
-        "sm_scale": case.scale,
-        "window_left": -1,
-        "logits_soft_cap": None,
-        "q_data_type": case.dtype,
-        "kv_data_type": case.dtype,
-        "o_data_type": case.dtype,
-        "fixed_split_size": -1,
-        "disable_split_kv": False,
-    }
+    options = {**vllm_arrays(inputs), **VLLM_PLAN, "causal": True, "o_data_type": VLLM.dtype}
     wrapper.plan(**{**options, **changes})
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_vllm_paged(target, layout):
-    case = Case(
-        "vllm",
-        VLLM.qo_lens,
-        VLLM.kv_lens,
-        8,
-        2,
-        128,
-        page_size=16,
-        form=KvForm.HALVES,
-        layout=layout,
-        mask=MaskKind.CAUSAL,
-    )
-    inputs = build(case, device=target.device)
-    work = torch.zeros(runner.WORKSPACE_BYTES, dtype=torch.uint8, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(work, layout, backend="auto")
-    vllm_plan(wrapper, inputs)
-    assert wrapper._window_left == -1
-    assert wrapper._logits_soft_cap == 0.0
-    assert wrapper._sm_scale == case.scale
-    assert wrapper._causal is True
-    out = poison(inputs.q.shape, case.dtype, target.device)
-    wrapper.run(
-        inputs.q,
-        (inputs.k, inputs.v),
-        q_scale=1.0,
-        k_scale=1.0,
-        v_scale=1.0,
-        out=out,
-        kv_cache_sf=None,
-    )
-    runner.compare(inputs, out, None).check()
+VLLM_LAYERS = {
+    "NHD": ({}, {}),
+    "HND": ({"layout": "HND"}, {}),
+    "batch invariance": ({}, {"fixed_split_size": 4096, "disable_split_kv": True}),
+    "gemma": ({}, {"window_left": 31, "logits_soft_cap": 20.0, "sm_scale": 0.11}),
+}
 
 
-def test_vllm_batch_invariant_plan(target):
-    """fixed_split_size=4096 with disable_split_kv=True, as vLLM asks for batch invariance."""
-    inputs = build(VLLM, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend="auto"
-    )
-    vllm_plan(wrapper, inputs, fixed_split_size=4096, disable_split_kv=True)
-    out, lse = wrapper.run(inputs.q, (inputs.k, inputs.v), return_lse=True)
-    runner.compare(inputs, out, lse).check()
-
-
-def test_vllm_gemma_layer_settings(target):
-    inputs = build(VLLM, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend="auto"
-    )
-    vllm_plan(wrapper, inputs, window_left=31, logits_soft_cap=20.0, sm_scale=0.11)
-    assert (wrapper._window_left, wrapper._logits_soft_cap) == (31, 20.0)
+@pytest.mark.parametrize(("case", "options"), VLLM_LAYERS.values(), ids=VLLM_LAYERS)
+def test_vllm_paged(target, case, options):
+    inputs = build(dataclasses.replace(VLLM, **case), device=target.device)
+    wrapper = paged(target, inputs.case.layout, backend="auto")
+    vllm_plan(wrapper, inputs, **options)
+    wanted = {**VLLM_PLAN, **options}
+    window, cap, scale = wanted["window_left"], wanted["logits_soft_cap"] or 0.0, wanted["sm_scale"]
+    read = (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._causal)
+    assert read == (window, cap, scale, True)
     out = poison(inputs.q.shape, VLLM.dtype, target.device)
-    wrapper.run(inputs.q, (inputs.k, inputs.v), k_scale=1.0, v_scale=1.0, out=out)
-    expected = reference(inputs, pipeline=Pipeline(0.11, True, 31, 20.0))
-    compare(out, None, expected, soft_cap=20.0).check()
+    scales = {"q_scale": 1.0, **NO_SCALES, "kv_cache_sf": None}
+    _, lse = wrapper.run(inputs.q, (inputs.k, inputs.v), **scales, out=out, return_lse=True)
+    check(inputs, out, lse, Pipeline(scale, True, window, cap) if cap else None)
 
 
-def test_vllm_context_parallel(target):
-    """Context over the paged cache without mask, new tokens ragged with it, merged by log-sums."""
-    inputs = build(VLLM, device=target.device)
-    context = flashinfer.BatchPrefillWithPagedKVCacheWrapper(runner.workspace(target.device), "NHD")
-    vllm_plan(context, inputs, causal=False, o_data_type=None)
-    out_c, lse_c = context.run(
-        inputs.q, (inputs.k, inputs.v), k_scale=1.0, v_scale=1.0, return_lse=True
-    )
-    full = reference(inputs, pipeline=Pipeline(VLLM.scale))
-    compare(out_c, lse_c, full).check()
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_context_and_new_tokens(target, engine):
+    """Context over the paged cache without mask, new tokens ragged and causal, merge_state: vLLM's
+    context parallelism by run(), SGLang's extend by forward()."""
+    old_lens, new_lens = (50, 1, 130), (20, 7, 40)
+    page_size = 16 if engine == "vLLM" else 1
+    case = Case("context", new_lens, old_lens, *HEADS, page_size=page_size)
+    old = build(case, device=target.device)
+    new = build(Case("new", new_lens, new_lens, *HEADS, **CAUSAL), device=target.device)
+    new.q = old.q
+    context, fresh = paged(target, backend=target.backend), ragged(target)
+    options = {"sm_scale": 0.1, "window_left": -1}
+    if engine == "vLLM":
+        vllm_plan(context, old, causal=False, o_data_type=None, sm_scale=0.1)
+        fresh.plan(
+            qo_indptr=new.qo_indptr, kv_indptr=new.kv_indptr, num_qo_heads=8, num_kv_heads=2,
+            head_dim_qk=128, head_dim_vo=128, causal=True, logits_soft_cap=None,
+            q_data_type=VLLM.dtype, **options,
+        )  # fmt: skip
+        one = context.run(old.q, (old.k, old.v), **NO_SCALES, return_lse=True)
+        out_n, lse_n = fresh.run(new.q, new.k, new.v, return_lse=True)
+        # The engine keeps natural logarithms as [heads, tokens].
+        other = (out_n, (lse_n * math.log(2)).t().contiguous().t() / math.log(2))
+    else:
+        sglang_begin(context, old)
+        fresh.begin_forward(new.qo_indptr, new.qo_indptr, *HEADS, q_data_type=VLLM.dtype)
+        options["logits_soft_cap"] = 0.0
+        cache = (old.k, old.v)
+        one = context.forward_return_lse(old.q, cache, causal=False, **options, **NO_SCALES)
+        other = fresh.forward_return_lse(new.q, new.k, new.v, causal=True, **options)
+    out, lse = flashinfer.merge_state(*one, *other)
 
-    fresh_case = Case("new", VLLM.qo_lens, VLLM.qo_lens, 8, 2, 128, mask=MaskKind.CAUSAL)
-    fresh = build(fresh_case, device=target.device, seed=5)
-    fresh.q = inputs.q
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(target.device))
-    wrapper.plan(
-        qo_indptr=fresh.qo_indptr,
-        kv_indptr=fresh.kv_indptr,
-        num_qo_heads=8,
-        num_kv_heads=2,
-        head_dim_qk=128,
-        head_dim_vo=128,
-        causal=True,
-        sm_scale=VLLM.scale,
-        window_left=-1,
-        logits_soft_cap=None,
-        q_data_type=VLLM.dtype,
-    )
-    out_n, lse_n = wrapper.run(fresh.q, fresh.k, fresh.v, return_lse=True)
-    recent = reference(fresh)
-    compare(out_n, lse_n, recent).check()
-
-    # What the engine does next: log2 to ln, [tokens, heads] to [heads, tokens].
-    ln = (lse_n * math.log(2)).t().contiguous()
-    out, lse = flashinfer.merge_state(out_c, lse_c, out_n, ln.t() / math.log(2))
-    total = torch.log2(torch.exp2(full.lse) + torch.exp2(recent.lse))
-    torch.testing.assert_close(lse.double(), total, rtol=0, atol=1e-3)
-    weight = torch.exp2(full.lse - total)[..., None]
-    merged = weight * full.out + (1 - weight) * recent.out
-    torch.testing.assert_close(out.double(), merged, rtol=2**-6, atol=2**-6)
-
-
-@pytest.mark.parametrize("index_device", ["host", "device"])
-def test_vllm_mla_prefill(target, index_device):
-    """Ragged (192, 128) without grouping, out handed in."""
-    case = Case("mla", (37, 100, 1), (37, 211, 9), 4, 4, 192, 128, mask=MaskKind.CAUSAL)
-    where = target.device if index_device == "device" else "cpu"
-    inputs = build(case, device=target.device, index_device=where)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend="auto"
-    )
-    wrapper.plan(
-        qo_indptr=inputs.qo_indptr,
-        kv_indptr=inputs.kv_indptr,
-        num_qo_heads=4,
-        num_kv_heads=4,
-        head_dim_qk=192,
-        head_dim_vo=128,
-        causal=True,
-        sm_scale=case.scale,
-        window_left=-1,
-        logits_soft_cap=None,
-        q_data_type=case.dtype,
-        o_data_type=case.dtype,
-    )
-    out = poison((138, 4, 128), case.dtype, target.device)
-    result = wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, out=out, return_lse=True)
-    runner.compare(inputs, out, result[1]).check()
-
-
-def test_vllm_sparse_pages(target):
-    """Positional plan with head_dim 192 and page 8, one query per request, without splits."""
-    case = Case("sparse", (1,) * 5, (8, 64, 3, 100, 31), 8, 1, 192, page_size=8)
-    inputs = build(case, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend=target.backend
-    )
-    wrapper.plan(
-        inputs.qo_indptr,
-        inputs.kv_indptr,
-        inputs.indices,
-        inputs.last_page_len,
-        8,
-        1,
-        192,
-        8,
-        head_dim_vo=192,
-        causal=False,
-        sm_scale=case.scale,
-        q_data_type=case.dtype,
-        kv_data_type=case.dtype,
-        disable_split_kv=True,
-        max_token_per_sequence=1,
-    )
-    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
-
-
-SGLANG = Case(
-    "sglang", (7, 30, 1, 12), (60, 30, 200, 77), 8, 2, 128, page_size=1, mask=MaskKind.CAUSAL
-)
-
-
-def sglang_begin(wrapper, inputs, **changes) -> None:
-    """page_size 1, indptr on the device, indices longer than needed, everything else by keyword."""
-    case = inputs.case
-    spare = torch.zeros(256, dtype=torch.int32, device=inputs.indices.device)
-    wrapper.begin_forward(
-        inputs.qo_indptr,
-        inputs.kv_indptr,
-        torch.cat([inputs.indices, spare]),
-        inputs.last_page_len,
-        case.num_qo_heads,
-        case.num_kv_heads,
-        case.head_dim,
-        1,
-        **{
-            "q_data_type": case.dtype,
-            "kv_data_type": case.dtype,
-            "custom_mask": None,
-            "non_blocking": True,
-            "fixed_split_size": None,
-            "prefix_len_ptr": None,
-            "token_pos_in_items_ptr": None,
-            "token_pos_in_items_len": 0,
-            "max_item_len_ptr": None,
-            **changes,
-        },
-    )
-
-
-@pytest.mark.parametrize("cap", [0.0, 30.0])
-@pytest.mark.parametrize("window", [-1, 20])
-def test_sglang_paged_forward(target, cap, window):
-    inputs = build(SGLANG, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend=target.backend
-    )
-    sglang_begin(wrapper, inputs)
-    out = wrapper.forward(
-        inputs.q,
-        (inputs.k, inputs.v),
-        causal=True,
-        sm_scale=0.1,
-        window_left=window,
-        logits_soft_cap=cap,
-        k_scale=1.5,
-        v_scale=0.5,
-    )
-    pipeline = Pipeline(0.15, True, window, cap, out_scale=0.5)
-    compare(out, None, reference(inputs, pipeline=pipeline), soft_cap=cap).check()
-
-
-def test_sglang_slot_pool_of_tokens(target):
-    """The token pool is [slots, heads, dim]; SGLang hands it over as it is."""
-    case = Case(
-        "pool", (7, 30), (60, 30), 8, 2, 128, page_size=1, form=KvForm.FLAT, mask=MaskKind.CAUSAL
-    )
-    inputs = build(case, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend=target.backend
-    )
-    sglang_begin(wrapper, inputs)
-    out, lse = wrapper.forward_return_lse(inputs.q, (inputs.k, inputs.v), causal=True)
-    runner.compare(inputs, out, lse).check()
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
-def test_sglang_tree_mask(target, dtype):
-    """Speculative verification: a flat mask, bool or integers, with causal=False in forward."""
-    case = Case("tree", (5, 5, 5), (60, 33, 200), 8, 2, 128, page_size=1, mask=MaskKind.CUSTOM)
-    inputs = build(case, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend=target.backend
-    )
-    sglang_begin(wrapper, inputs, custom_mask=inputs.custom_mask.to(dtype))
-    out = wrapper.forward(
-        inputs.q,
-        (inputs.k, inputs.v),
-        causal=False,
-        sm_scale=case.scale,
-        window_left=-1,
-        logits_soft_cap=0.0,
-    )
-    runner.compare(inputs, out, None).check()
-    # The same wrapper verifies nothing in the next step: the mask must be gone.
-    sglang_begin(wrapper, inputs)
-    out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, sm_scale=case.scale)
-    compare(out, None, reference(inputs_without_mask(inputs))).check()
-
-
-def inputs_without_mask(inputs):
-    """The same tensors as a causal problem."""
-    import dataclasses
-
-    case = dataclasses.replace(inputs.case, mask=MaskKind.CAUSAL)
-    return dataclasses.replace(inputs, case=case, masks=None, custom_mask=None)
-
-
-def test_sglang_ragged_then_paged_prefix(target):
-    """Extend: new tokens ragged and causal, the cached prefix paged without mask, merge_state."""
-    prefix_lens, new_lens = (50, 1, 130), (20, 7, 40)
-    paged_case = Case("prefix", new_lens, prefix_lens, 8, 2, 128, page_size=1)
-    ragged_case = Case("new", new_lens, new_lens, 8, 2, 128, mask=MaskKind.CAUSAL)
-    paged, ragged = (build(c, device=target.device) for c in (paged_case, ragged_case))
-    ragged.q = paged.q
-
-    wrapper_ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend="auto"
-    )
-    wrapper_ragged.begin_forward(
-        ragged.qo_indptr, ragged.qo_indptr, 8, 2, 128, q_data_type=ragged_case.dtype
-    )
-    wrapper_paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend=target.backend
-    )
-    sglang_begin(wrapper_paged, paged)
-    o1, s1 = wrapper_ragged.forward_return_lse(
-        ragged.q,
-        ragged.k,
-        ragged.v,
-        causal=True,
-        sm_scale=0.1,
-        window_left=-1,
-        logits_soft_cap=0.0,
-    )
-    o2, s2 = wrapper_paged.forward_return_lse(
-        paged.q,
-        (paged.k, paged.v),
-        causal=False,
-        sm_scale=0.1,
-        window_left=-1,
-        logits_soft_cap=0.0,
-        k_scale=1.0,
-        v_scale=1.0,
-    )
-    out, lse = flashinfer.merge_state(o1, s1, o2, s2)
-
-    whole_case = Case(
-        "whole",
-        new_lens,
-        tuple(a + b for a, b in zip(prefix_lens, new_lens, strict=True)),
-        8,
-        2,
-        128,
-        mask=MaskKind.CAUSAL,
-    )
-    whole = build(whole_case, device=target.device)
-    whole.q = paged.q
-    begin = 0
-    for i in range(3):
-        old, new = paged.request(i), ragged.request(i)
-        for name in ("k", "v"):
-            rows = torch.cat([getattr(old, name), getattr(new, name)])
-            getattr(whole, name)[begin : begin + rows.shape[0]] = rows
-        begin += whole_case.kv_lens[i]
+    kv_lens = tuple(a + b for a, b in zip(old_lens, new_lens, strict=True))
+    whole = build(Case("whole", new_lens, kv_lens, *HEADS, **CAUSAL), device=target.device)
+    whole.q = old.q
+    for name in ("k", "v"):
+        rows = [getattr(part.request(i), name) for i in range(3) for part in (old, new)]
+        getattr(whole, name)[: sum(kv_lens)] = torch.cat(rows)
     expected = reference(whole, pipeline=Pipeline(0.1, True))
     # The partial outputs were rounded once each before the merge.
     expected.spread = expected.spread + expected.out.abs()
     compare(out, lse, expected).check()
 
 
-def test_sglang_mla_ragged(target):
-    case = Case("mla", (37, 100), (37, 100), 4, 4, 192, 128, mask=MaskKind.CAUSAL)
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+@pytest.mark.parametrize("index_device", ["host", "device"])
+def test_mla_prefill(target, engine, index_device):
+    """Ragged (192, 128) without grouping."""
+    where = target.device if index_device == "device" else "cpu"
+    inputs = build(MLA, device=target.device, index_device=where)
+    wrapper = ragged(target)
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 4, "head_dim_qk": 192, "head_dim_vo": 128}
+    given = {"qo_indptr": inputs.qo_indptr, "kv_indptr": inputs.kv_indptr, **sizes}
+    given |= {"q_data_type": MLA.dtype, "causal": True}
+    options = {"sm_scale": MLA.scale, "logits_soft_cap": None}
+    if engine == "SGLang":
+        wrapper.begin_forward(**given)
+        options["logits_soft_cap"] = 0.0
+        check(inputs, wrapper.forward(inputs.q, inputs.k, inputs.v, causal=True, **options))
+        return
+    wrapper.plan(**given, **options, window_left=-1, o_data_type=MLA.dtype)
+    out = poison((138, 4, 128), MLA.dtype, target.device)
+    _, lse = wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, out=out, return_lse=True)
+    check(inputs, out, lse)
+
+
+def test_vllm_sparse_pages(target):
+    """Positional plan with head_dim 192 and page 8, one query per request, without splits."""
+    case = Case("sparse", (1,) * 5, (8, 64, 3, 100, 31), 8, 1, 192, page_size=8)
     inputs = build(case, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend="auto"
-    )
-    wrapper.begin_forward(
-        qo_indptr=inputs.qo_indptr,
-        kv_indptr=inputs.kv_indptr,
-        num_qo_heads=4,
-        num_kv_heads=4,
-        head_dim_qk=192,
-        head_dim_vo=128,
-        q_data_type=case.dtype,
-        causal=True,
-    )
-    out = wrapper.forward(
-        inputs.q, inputs.k, inputs.v, causal=True, sm_scale=case.scale, logits_soft_cap=0.0
-    )
-    runner.compare(inputs, out, None).check()
+    wrapper = paged(target, backend=target.backend)
+    wrapper.plan(
+        inputs.qo_indptr, *table(inputs), 8, 1, 192, 8, head_dim_vo=192, causal=False,
+        sm_scale=case.scale, **DTYPES, disable_split_kv=True, max_token_per_sequence=1,
+    )  # fmt: skip
+    check(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_vllm_decode(target, layout):
+    """Planned by fast_decode_plan after the first time; q in a bucket that is larger."""
+    inputs = build(dataclasses.replace(DECODES, layout=layout), device=target.device)
+    wrapper = decode(target, layout)
+    indptr, last = inputs.kv_indptr.cpu(), inputs.last_page_len.cpu()
+    arrays = {"indptr": indptr, "indices": inputs.indices, "last_page_len": last}
+    options = {**VLLM_PLAN, **HEADS_BY_NAME, "page_size": 16, "pos_encoding_mode": "NONE"}
+    for plan in (wrapper.plan, functools.partial(flashinfer.decode.fast_decode_plan, wrapper)):
+        plan(**arrays, **options)
+        read = (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale)
+        assert read == (-1, 0.0, VLLM.scale)
+        q = torch.cat([inputs.q, poison((2, 8, 128), VLLM.dtype, target.device)])
+        out = poison(q.shape, VLLM.dtype, target.device)
+        wrapper.run(q[:4], (inputs.k, inputs.v), q_scale=1.0, **NO_SCALES, out=out[:4])
+        check(inputs, out[:4])
+
+
+def test_vllm_sinks(target):
+    case = dataclasses.replace(CHUNKS, sinks=Sinks.ORDINARY, window_left=31)
+    inputs = build(case, device=target.device)
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
+        runner.workspace(target.device), "NHD", backend="auto", **DTYPES, head_dim_qk=128,
+        head_dim_vo=128, window_left=31,
+    )  # fmt: skip
+    vllm_plan(wrapper, inputs, window_left=31)
+    out = poison(inputs.q.shape, case.dtype, target.device)
+    scale = case.scale * 1.0 * 0.5
+    wrapper.run(inputs.q, (inputs.k, inputs.v), inputs.sinks, scale, v_scale=2.0, out=out)
+    check(inputs, out, None, Pipeline(scale, True, 31, out_scale=2.0, sinks=inputs.sinks))
+
+
+# SGLang
+
+
+def with_spare(inputs) -> tuple:
+    """Page table whose indices are 256 more than what is used."""
+    spare = torch.zeros(256, dtype=torch.int32, device=inputs.indices.device)
+    return inputs.kv_indptr, torch.cat([inputs.indices, spare]), inputs.last_page_len
+
+
+def sglang_begin(wrapper, inputs, **changes) -> None:
+    """page_size 1, indptr on the device, indices longer than needed, everything else by keyword."""
+    items = dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"))
+    options = {**DTYPES, "custom_mask": None, "non_blocking": True, "fixed_split_size": None}
+    options |= {**items, "token_pos_in_items_len": 0, **changes}
+    wrapper.begin_forward(inputs.qo_indptr, *with_spare(inputs), *HEADS, 1, **options)
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+@pytest.mark.parametrize("window", [-1, 20])
+def test_sglang_paged_forward(target, cap, window):
+    inputs = build(SGLANG, device=target.device)
+    wrapper = paged(target, backend=target.backend)
+    sglang_begin(wrapper, inputs)
+    options = {"sm_scale": 0.1, "window_left": window, "logits_soft_cap": cap}
+    scales = {"k_scale": 1.5, "v_scale": 0.5}
+    out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, **options, **scales)
+    check(inputs, out, None, Pipeline(0.15, True, window, cap, out_scale=0.5))
+
+
+def test_sglang_slot_pool_of_tokens(target):
+    """The token pool is [slots, heads, dim]; SGLang hands it over as it is."""
+    case = Case("pool", (7, 30), (60, 30), *HEADS, **SLOTS, form=KvForm.FLAT, **CAUSAL)
+    inputs = build(case, device=target.device)
+    wrapper = paged(target, backend=target.backend)
+    sglang_begin(wrapper, inputs)
+    check(inputs, *wrapper.forward_return_lse(inputs.q, (inputs.k, inputs.v), causal=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+@pytest.mark.parametrize("buffer", ["exact", "longer"])
+def test_sglang_tree_mask(target, dtype, buffer):
+    """Speculative verification: a flat mask, bool or integers, with causal=False in forward. The
+    mask of an EAGLE step is the beginning of a preallocated buffer."""
+    case = Case("tree", (5, 5, 5), (60, 33, 200), *HEADS, **SLOTS, mask=MaskKind.CUSTOM)
+    inputs = build(case, device=target.device)
+    wrapper = paged(target, backend=target.backend)
+    mask = inputs.custom_mask.to(dtype)
+    if buffer == "longer":
+        mask = torch.cat([mask, torch.ones(4096, dtype=dtype, device=target.device)])
+    sglang_begin(wrapper, inputs, custom_mask=mask)
+    options = {"sm_scale": case.scale, "window_left": -1, "logits_soft_cap": 0.0}
+    out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=False, **options)
+    check(inputs, out)
+    # The same wrapper verifies nothing in the next step: the mask must be gone.
+    sglang_begin(wrapper, inputs)
+    out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, sm_scale=case.scale)
+    causal = dataclasses.replace(case, mask=MaskKind.CAUSAL)
+    check(dataclasses.replace(inputs, case=causal, masks=None, custom_mask=None), out)
 
 
 def test_sglang_multi_item_scoring(target):
-    """enable_mis: prefixes, then positions in items for all tokens behind them, padded."""
+    """enable_mis: prefixes, then positions in items for all later tokens, padded."""
     inputs = build(SGLANG, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", backend=target.backend
-    )
+    wrapper = paged(target, backend=target.backend)
     longest = max(SGLANG.kv_lens)
     prefix = torch.tensor([kv_len // 2 for kv_len in SGLANG.kv_lens])
     tokens = torch.arange(longest).expand(len(prefix), -1) % 7
     sglang_begin(
-        wrapper,
-        inputs,
+        wrapper, inputs, token_pos_in_items_len=longest,
         prefix_len_ptr=prefix.to(torch.uint32).to(target.device),
         token_pos_in_items_ptr=tokens.flatten().to(torch.uint16).to(target.device),
-        token_pos_in_items_len=longest,
         max_item_len_ptr=torch.full_like(prefix, 6).to(torch.uint16).to(target.device),
-    )
-    out = wrapper.forward(
-        inputs.q, inputs.cache, causal=True, sm_scale=inputs.case.scale, window_left=-1
-    )
+    )  # fmt: skip
+    options = {"causal": True, "sm_scale": SGLANG.scale, "window_left": -1}
+    out = wrapper.forward(inputs.q, inputs.cache, **options)
     inputs.masks = []
     for request, (rows, keys) in enumerate(zip(SGLANG.qo_lens, SGLANG.kv_lens, strict=True)):
         at = torch.arange(keys - rows, keys)[:, None]
-        other, first = torch.arange(keys)[None], int(prefix[request])
-        own = other > at - tokens[request][(at - first).clamp(min=0)]
-        inputs.masks.append((other <= at) & ((at < first) | (other < first) | own))
+        key, first = torch.arange(keys)[None], int(prefix[request])
+        own = key > at - tokens[request][(at - first).clamp(min=0)]
+        inputs.masks.append((key <= at) & ((at < first) | (key < first) | own))
     inputs.case = dataclasses.replace(inputs.case, mask=MaskKind.CUSTOM, window_left=-1)
-    runner.compare(inputs, out, None).check()
+    check(inputs, out)
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+@pytest.mark.parametrize("fast", [False, True])
+def test_sglang_decode(target, cap, fast):
+    """begin_forward() every step, cap and scale at forward() only; page_size 1, spare indices."""
+    case = dataclasses.replace(DECODES, page_size=1, form=KvForm.FLAT)
+    work = runner.workspace(target.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD", use_tensor_cores=fast)
+    if fast:
+        wrapper.begin_forward = functools.partial(flashinfer.fast_decode_plan, wrapper)
+    for seed in range(2):
+        inputs = build(case, device=target.device, seed=seed)
+        options = {"data_type": case.dtype, "q_data_type": case.dtype, "non_blocking": True}
+        options |= {"fixed_split_size": None, "disable_split_kv": False}
+        options |= {"global_override_indptr_cpu": inputs.kv_indptr.cpu()} if fast else {}
+        wrapper.begin_forward(*with_spare(inputs), *HEADS, 1, **options)
+        options = {"logits_soft_cap": cap, "k_scale": 1.5, "v_scale": 0.5}
+        out = wrapper.forward(inputs.q, (inputs.k, inputs.v), sm_scale=0.1, **options)
+        check(inputs, out, None, Pipeline(0.15, False, -1, cap, out_scale=0.5))
+
+
+# Other engines
+
+
+def test_tensorrt_llm_append_then_prefill_and_decode(target):
+    """One metadata object: tokens appended, contexts and generations planned out of one table."""
+    case = Case("trt", (20, 8, 1, 1), (20, 40, 50, 17), *HEADS, page_size=16)
+    inputs = build(case, device=target.device)
+    pool = torch.stack([inputs.k, inputs.v], 1)
+    new = [inputs.request(i) for i in range(4)]
+    k, v = (
+        torch.cat([getattr(r, n)[-r.q.shape[0] :] for r in new]).contiguous() for n in ("k", "v")
+    )
+    for i, r in enumerate(new):  # the pool has only the keys before the appended ones
+        for position in range(r.k.shape[0] - r.q.shape[0], r.k.shape[0]):
+            pool[inputs.page_table[i][position // 16], :, position % 16] = float("nan")
+    lengths = flashinfer.get_seq_lens(inputs.kv_indptr, inputs.last_page_len, 16)
+    assert lengths.tolist() == list(case.kv_lens)
+    indices, positions = flashinfer.get_batch_indices_positions(
+        inputs.qo_indptr, lengths, k.shape[0]
+    )
+    flashinfer.page.append_paged_kv_cache(
+        append_key=k, append_value=v, batch_indices=indices, positions=positions,
+        paged_kv_cache=pool, kv_indices=inputs.indices, kv_indptr=inputs.kv_indptr,
+        kv_last_page_len=inputs.last_page_len, kv_layout="NHD",
+    )  # fmt: skip
+    sizes = {"qo_indptr": 3, "paged_kv_indptr": 3, "paged_kv_indices": 64}
+    sizes["paged_kv_last_page_len"] = 2
+    prefill = paged(
+        target, backend=target.backend, use_cuda_graph=False,
+        **{f"{name}_buf": target.to(torch.zeros(n).int()) for name, n in sizes.items()},
+    )  # fmt: skip
+    indptr, pages, last = table(inputs)
+    options = {"sm_scale": case.scale, **DTYPES}
+    prefill.plan(
+        inputs.qo_indptr[:3], indptr[:3], pages, last[:2], *HEADS, 16, causal=True,
+        window_left=-1, **options,
+    )  # fmt: skip
+    generation = decode(target, use_cuda_graph=False, backend=target.backend)
+    generation.plan(indptr[2:], pages, last[2:], *HEADS, 16, **options)
+    out = poison(inputs.q.shape, case.dtype, target.device)
+    prefill.run(inputs.q[:28], pool, out=out[:28])
+    generation.run(inputs.q[28:], pool, out=out[28:])
+    check(inputs, out, None, Pipeline(case.scale, True))
+
+
+def test_tgi_prefill_and_decode(target):
+    inputs = build(CHUNKS, device=target.device)
+    given = {"float_workspace_buffer": runner.workspace(target.device), "kv_layout": "NHD"}
+    state = flashinfer.BatchPrefillWithPagedKVCacheWrapper(**given, use_cuda_graph=False)
+    for _ in range(2):
+        state.begin_forward(
+            qo_indptr=inputs.qo_indptr, paged_kv_indptr=inputs.kv_indptr,
+            paged_kv_indices=inputs.indices, paged_kv_last_page_len=inputs.last_page_len,
+            custom_mask=None, **HEADS_BY_NAME, **DTYPES, page_size=16, window_left=-1,
+        )  # fmt: skip
+        out = state.forward(
+            inputs.q, causal=True, paged_kv_cache=(inputs.k, inputs.v), logits_soft_cap=30.0,
+            sm_scale=0.1, **NO_SCALES,
+        )  # fmt: skip
+        state.end_forward()
+        check(inputs, out, None, Pipeline(0.1, True, -1, 30.0))
+
+    inputs = build(DECODES, device=target.device)
+    state = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        **given, use_cuda_graph=False, use_tensor_cores=True
+    )
+    state.begin_forward(
+        indptr=inputs.kv_indptr, indices=inputs.indices, last_page_len=inputs.last_page_len,
+        **HEADS_BY_NAME, page_size=16, data_type=VLLM.dtype, q_data_type=VLLM.dtype, window_left=-1,
+    )  # fmt: skip
+    cache = (inputs.k, inputs.v)
+    out = state.forward(inputs.q, paged_kv_cache=cache, logits_soft_cap=None, sm_scale=0.1)
+    check(inputs, out, None, Pipeline(0.1))
+
+
+def test_rtp_llm_head_dim_vo_by_position(target):
+    inputs = build(CHUNKS, device=target.device)
+    wrapper = paged(target)
+    wrapper.plan(
+        inputs.qo_indptr, *table(inputs), *HEADS, 16, 128, causal=True, q_data_type=VLLM.dtype
+    )
+    check(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True))
 
 
 def test_huggingface_paged_varlen(target):
-    """transformers' continuous batching: packed tokens, padded requests of length zero."""
+    """Packed tokens and padded requests of length zero, as in transformers' batches."""
     case = Case("hf", (12, 0, 1, 0), (40, 0, 77, 0), 8, 2, 64, mask=MaskKind.CAUSAL, window_left=15)
     inputs = build(case, device=target.device)
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(target.device))
+    wrapper = ragged(target)
     runner.plan(wrapper, inputs)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check(inputs, *runner.run(wrapper, inputs))

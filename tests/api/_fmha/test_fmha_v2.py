@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import types
+from itertools import product
 
 import preflash
 import pytest
 import torch
 from fuzz.fmha_problems import (
+    DTYPES,
     E4M3,
     LAYOUTS,
     SPARE,
@@ -24,6 +26,21 @@ from preflash._fmha import lengths as _lengths
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
 LENGTHS = ["host", "device"]
+CPU = types.SimpleNamespace(device="cpu", backend="cpu")
+
+
+@pytest.fixture
+def within_bounds(monkeypatch):
+    """Takes, on the CPU, the path for lengths on a GPU: the plan for the upper bounds stays, and
+    each call replaces its lengths and pages."""
+    monkeypatch.setattr(_lengths.FmhaLengths, "on_host", False)
+
+
+def changed(**changes) -> FmhaCase:
+    case = dataclasses.replace(CASE, **changes)
+    if case.layout == "PACKED_QKV":
+        case = dataclasses.replace(case, kv_lens=case.qo_lens, num_kv_heads=case.num_heads)
+    return case
 
 
 def verify(case: FmhaCase, target, lengths="device"):
@@ -41,39 +58,55 @@ def test_random_problems(target, seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_plans_for_the_longest_requests(monkeypatch, seed):
-    """Takes, on the CPU, the path for lengths on a GPU: the plan for the upper bounds stays, and
-    each call replaces its lengths and pages."""
-    monkeypatch.setattr(_lengths.FmhaLengths, "on_host", False)
+def test_plans_for_the_longest_requests(within_bounds, seed):
     case = dataclasses.replace(random_case(seed), spare_length=40)
-    cpu = types.SimpleNamespace(device="cpu", backend="cpu")
-    verify(case, cpu)
+    verify(case, CPU)
     shorter = tuple(reversed(case.qo_lens))
     kv_lens = shorter if case.layout == "PACKED_QKV" else tuple(reversed(case.kv_lens))
-    verify(dataclasses.replace(case, qo_lens=shorter, kv_lens=kv_lens), cpu)
+    verify(dataclasses.replace(case, qo_lens=shorter, kv_lens=kv_lens), CPU)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(target, layout, lengths):
-    case = dataclasses.replace(CASE, layout=layout)
-    if layout == "PACKED_QKV":
-        case = dataclasses.replace(case, kv_lens=case.qo_lens, num_kv_heads=case.num_heads)
-    verify(case, target, lengths)
+def test_random_problems_have_every_option():
+    cases = [random_case(seed) for seed in range(120)]
+    for names, options in (
+        (("dtype", "out_dtype"), product(DTYPES, (None, *DTYPES))),
+        (("layout", "pools"), product(LAYOUTS[3:], Pools)),
+        (("stats", "alibi", "sinks"), product((False, True), repeat=3)),
+        (("head_dim", "head_dim_vo"), [(192, 128)]),
+        (("scales_in_tensors", "layout"), product((False, True), LAYOUTS)),
+    ):
+        assert set(options) <= {tuple(getattr(case, name) for name in names) for case in cases}
+
+
+PAST_KEYS = FmhaCase(
+    (130, 1, 64), (515, 300, 64), "Q_PAGED_KV_HND", window_left=70, chunk=128, stats=True
+)
+# Past keys move the chunks of a request's rows: chunks count positions, not rows.
+CHUNKS = FmhaCase((97, 200), (230, 201), mask_mode="chunked", head_dim=128)
+
+
+@pytest.mark.parametrize("mode", ["causal", "Sliding_Window", "CHUNKED", "padding"])
+@pytest.mark.parametrize("page_size", [1, 16, 24])
+def test_every_mask_with_past_keys(target, mode, page_size):
+    verify(dataclasses.replace(PAST_KEYS, page_size=page_size, mask_mode=mode), target)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 32, 64, 128, 1 << 30])
+def test_chunks_against_their_definition(target, chunk):
+    verify(dataclasses.replace(CHUNKS, chunk=chunk), target)
 
 
 @pytest.mark.parametrize("lengths", [*LENGTHS, "within bounds"])
-def test_a_table_of_fewer_pages_than_the_maximum(target, monkeypatch, lengths):
+def test_a_table_of_fewer_pages_than_the_maximum(target, request, lengths):
     """Callers round max_kv_len up, or give the longest that their model has; twice, because plans
     for the longest requests are kept."""
     if lengths == "within bounds":
-        monkeypatch.setattr(_lengths.FmhaLengths, "on_host", False)
-        target = types.SimpleNamespace(device="cpu", backend="cpu")
+        request.getfixturevalue("within_bounds")
+        target = CPU
     where = "cpu" if lengths == "host" else target.device
     for kv_lens in ((40, 90, 7, 70), (14, 90, 70, 70), (14, 32, 7, 70)):
-        case = dataclasses.replace(CASE, layout="Q_PAGED_KV_HND", kv_lens=kv_lens)
-        inputs = build(case, target.device, where)
-        pages = -(-max(kv_lens) // case.page_size)
+        inputs = build(changed(layout="Q_PAGED_KV_HND", kv_lens=kv_lens), target.device, where)
+        pages = -(-max(kv_lens) // CASE.page_size)
         table = inputs.arguments["block_tables"][:, :pages]
         spacious = {"block_tables": table, "max_kv_len": 4096}
         result = attention(**inputs.arguments | spacious, backend=target.backend)
@@ -84,7 +117,7 @@ def test_a_table_of_fewer_pages_than_the_maximum(target, monkeypatch, lengths):
 @pytest.mark.parametrize("layout", ["Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"])
 def test_tables_of_both_pools(target, layout, lengths):
     """[batch_size, 2, pages]: the second counts v's pages from the beginning of k."""
-    case = dataclasses.replace(CASE, layout=layout, pools=Pools.PAIR)
+    case = changed(layout=layout, pools=Pools.PAIR)
     inputs = build(case, target.device, "cpu" if lengths == "host" else target.device)
     q, *pools = inputs.arguments["qkv"]
     k, v = pools if len(pools) == 2 else pools[0]
@@ -94,7 +127,7 @@ def test_tables_of_both_pools(target, layout, lengths):
     inputs.arguments["qkv"] = (q, (fused[:pages], fused[pages + 3 :]))
     table = inputs.arguments["block_tables"]
     both = torch.stack([table, table + pages + 3], dim=1)
-    for request, kv_len in enumerate(case.kv_lens):  # what no request uses counts nothing
+    for request, kv_len in enumerate(case.kv_lens):  # unused entries
         both[request, :, -(-kv_len // case.page_size) :] = -1
     result = attention(**inputs.arguments | {"block_tables": both}, backend=target.backend)
     assert judge(inputs, result).failures == []
@@ -102,7 +135,7 @@ def test_tables_of_both_pools(target, layout, lengths):
         wrong = torch.stack([table, table + pages], dim=1)
         with pytest.raises(ValueError, match=r"block_tables\[:, 1\] differs"):
             attention(**inputs.arguments | {"block_tables": wrong}, backend=target.backend)
-    # v's pool begins half a page behind a page of k's.
+    # The pool of v begins half a page after a page of k.
     memory = torch.empty(3 * k.numel(), dtype=k.dtype, device=k.device)
     half = k[0].numel() // 2
     apart = memory[k.numel() + half :][: v.numel()].view(v.shape).copy_(v)
@@ -112,29 +145,6 @@ def test_tables_of_both_pools(target, layout, lengths):
     stacked = {"qkv": (q, torch.stack([k, v], dim=1)), "block_tables": both}
     with pytest.raises(ValueError, match="of their own"):
         attention(**inputs.arguments | stacked, backend=target.backend)
-
-
-@pytest.mark.parametrize("mode", ["causal", "Sliding_Window", "CHUNKED", "padding"])
-@pytest.mark.parametrize("page_size", [1, 16, 24])
-def test_every_mask_with_past_keys(target, mode, page_size):
-    case = FmhaCase(
-        (130, 1, 64), (515, 300, 64), "Q_PAGED_KV_HND", page_size=page_size, mask_mode=mode,
-        window_left=70, chunk=128, stats=True,
-    )  # fmt: skip
-    verify(case, target)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 32, 64, 128, 1 << 30])
-def test_chunks_against_their_definition(target, chunk):
-    """Past keys move the chunks of a request's rows: they count positions, not rows."""
-    case = FmhaCase((97, 200), (230, 201), mask_mode="chunked", chunk=chunk, head_dim=128)
-    verify(case, target)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
-@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16, E4M3])
-def test_every_pair_of_dtypes(target, dtype, out_dtype):
-    verify(dataclasses.replace(CASE, dtype=dtype, out_dtype=out_dtype, bmm2=3.0), target)
 
 
 @pytest.mark.parametrize("own_out", [False, True])
@@ -174,14 +184,6 @@ def test_names_of_dtypes(name):
     assert out.dtype == wanted.get(name, getattr(torch, name, None))
 
 
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_statistics_leave_sinks_out(target, alibi, soft_cap, sinks):
-    case = dataclasses.replace(CASE, alibi=alibi, soft_cap=soft_cap, sinks=sinks)
-    verify(dataclasses.replace(case, kv_lens=(600, 90, 7, 70)), target)
-
-
 def test_statistics_are_the_lse(target):
     """max + ln(sum), at bmm1_scale = 1 / sqrt(head_dim)."""
     case = dataclasses.replace(CASE, bmm1=1 / math.sqrt(CASE.head_dim), kv_lens=(400, 90, 7, 300))
@@ -212,50 +214,6 @@ def test_maxima_that_grow_by_little(target):
         assert (largest * 8.0 == kept.max()).all()
         wanted = (kept - kept.max()).exp().sum()
         assert torch.allclose(total, wanted.expand_as(total), rtol=1e-5)
-
-
-@pytest.mark.parametrize("pools", Pools)
-def test_pools_of_their_own(target, pools):
-    for layout in LAYOUTS[3:]:
-        verify(dataclasses.replace(CASE, layout=layout, pools=pools), target)
-    inputs = build(dataclasses.replace(CASE, layout=layout), target.device)
-    q, cache = inputs.arguments["qkv"]
-    whole = attention(**inputs.arguments, backend=target.backend)
-    three = attention(
-        **inputs.arguments | {"qkv": (q, cache[:, 0], cache[:, 1])}, backend=target.backend
-    )
-    for one, other in zip(whole, three, strict=True):
-        assert torch.equal(inputs.of_requests(one), inputs.of_requests(other))
-
-
-def test_values_of_another_head_dim(target):
-    case = FmhaCase((40, 3), (70, 90), head_dim=192, bmm1=192**-0.5)
-    inputs = build(case, target.device)
-    q, k, v = inputs.arguments["qkv"]
-    inputs.arguments["qkv"] = (q, k, v[..., :128])
-    inputs.requests = [(a, b, c[..., :128]) for a, b, c in inputs.requests]
-    out = attention(**inputs.arguments, backend=target.backend)
-    compare_out(inputs, out, inputs.expected()).check()
-
-
-def test_scales_in_tensors(target):
-    inputs = build(CASE, target.device)
-    plain = attention(**inputs.arguments, backend=target.backend)
-    for name in ("bmm1_scale", "bmm2_scale"):
-        value = torch.tensor([inputs.arguments[name]], device=target.device)
-        inputs.arguments[name] = value
-    again = attention(**inputs.arguments, backend=target.backend)
-    for one, other in zip(plain, again, strict=True):
-        assert torch.equal(inputs.of_requests(one), inputs.of_requests(other))
-
-
-def test_options_of_other_modes_have_no_effect(target):
-    """window_left and chunked_attention_size, as they are documented."""
-    inputs = build(dataclasses.replace(CASE, stats=False), target.device)
-    plain = attention(**inputs.arguments, backend=target.backend)
-    others = {"window_left": 3, "chunked_attention_size": 16}
-    again = attention(**inputs.arguments | others, backend=target.backend)
-    assert torch.equal(inputs.of_requests(plain), inputs.of_requests(again))
 
 
 def test_an_empty_batch(target):
@@ -327,7 +285,6 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
 def test_skipping_where_no_kernel_has_8_bits(monkeypatch, layout, out_dtype, bounds):
     """Takes the GPU path on the CPU: tensors are converted, pages one request after the other."""
     from preflash._device.backends import CpuBackend
-    from preflash._fmha import run as _run
 
     monkeypatch.setattr(_lengths.FmhaLengths, "on_host", not bounds)
     supports = CpuBackend.supports
@@ -337,16 +294,10 @@ def test_skipping_where_no_kernel_has_8_bits(monkeypatch, layout, out_dtype, bou
         return "none" if eight and options.skip_factor > 0 else supports(self, device, options)
 
     monkeypatch.setattr(CpuBackend, "supports", refuse)
-    converted = []
-    convert = _run._in_16_bits
-    monkeypatch.setattr(_run, "_in_16_bits", lambda *a: converted.append(1) or convert(*a))
-    case = dataclasses.replace(CASE, layout=layout, dtype=E4M3, out_dtype=out_dtype, stats=False)
-    if layout == "PACKED_QKV":
-        case = dataclasses.replace(case, kv_lens=case.qo_lens, num_kv_heads=case.num_heads)
+    case = changed(layout=layout, dtype=E4M3, out_dtype=out_dtype, stats=False)
     inputs = build(case, "cpu", "cpu")
     result = attention(**inputs.arguments | {FACTOR: 1e-12}, backend="cpu")
     assert judge(inputs, result).failures == []
-    assert converted == [1]
 
 
 def test_a_small_factor_leaves_out_nothing(target):
@@ -363,7 +314,7 @@ def test_a_small_factor_leaves_out_nothing(target):
 
 @pytest.mark.parametrize("factor", [1e-3, 500.0, 1e9])
 @pytest.mark.parametrize("mode", ["causal", "sliding_window", "chunked", "padding"])
-def test_what_is_left_out_is_bounded(target, factor, mode):
+def test_weight_of_skipped_tiles_is_bounded(target, factor, mode):
     """A tile that raises a row's maximum stays whatever the factor; what goes has, in each row, at
     most min(f / kv_len, 1) of the weight of its largest key, times its keys."""
     case = FmhaCase(
@@ -391,7 +342,7 @@ def test_every_row_of_a_tile_must_agree(target):
 
 
 @pytest.mark.parametrize("other", ["soft_cap", "alibi"])
-def test_skipping_beside_other_logits(target, other):
+def test_skipping_with_other_logits(target, other):
     """Skipping works with a soft cap or ALiBi on the CPU; on a GPU no such kernel is compiled."""
     inputs = decaying(target)
     options = {"soft_cap": {"soft_cap": 50.0}, "alibi": {"alibi": True}}[other]
@@ -420,8 +371,6 @@ def test_skipping_beside_other_logits(target, other):
 @pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_NHD"])
 def test_a_graph_replays_other_lengths(backend, layout):
     """Lengths and pages are read on the device: a captured call computes what they hold then."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     case = dataclasses.replace(CASE, layout=layout, stats=False)
     inputs = build(case, "cuda")
     other = build(
@@ -447,8 +396,6 @@ def test_a_graph_replays_other_lengths(backend, layout):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 def test_the_host_does_not_wait(backend):
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     inputs = build(CASE, "cuda")
     attention(**inputs.arguments, backend=backend)
     torch.cuda.set_sync_debug_mode("error")

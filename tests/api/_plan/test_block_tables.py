@@ -7,30 +7,31 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from graph_stage import capture, recorder  # noqa: F401
+from graph_stage import capture
 from preflash.testing import Case, MaskKind, build, runner
 from preflash.testing.case import Position
 
 NO_PAGE = 2**31 - 1
 CASE = Case("table", (30, 0, 9, 1), (100, 90, 7, 0), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+HALF = torch.float16
 CASES = {
-    "pages of 16": CASE,
-    "pages of 1": dataclasses.replace(CASE, page_size=1),
-    "pages of 128": dataclasses.replace(CASE, page_size=128),
-    "one request": dataclasses.replace(CASE, qo_lens=(30,), kv_lens=(100,)),
-    "split": dataclasses.replace(CASE, fixed_split_size=32),
-    "custom mask": dataclasses.replace(CASE, mask=MaskKind.CUSTOM),
-    "rope": dataclasses.replace(CASE, position=Position.ROPE, dtype=torch.float16),
-    "8-bit keys": dataclasses.replace(
-        CASE, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, qo_lens=(200,), kv_lens=(300,)
-    ),
-}
+    "pages of 16": {},
+    "pages of 1": {"page_size": 1},
+    "pages of 128": {"page_size": 128},
+    "one request": {"qo_lens": (30,), "kv_lens": (100,)},
+    "split": {"fixed_split_size": 32},
+    "custom mask": {"mask": MaskKind.CUSTOM},
+    "rope": {"position": Position.ROPE, "dtype": HALF},
+    "8-bit keys": {
+        "dtype": HALF, "kv_dtype": torch.float8_e4m3fn, "qo_lens": (200,), "kv_lens": (300,)
+    },
+}  # fmt: skip
 
 
-def table_of(inputs, device, *, spare: int = 3) -> torch.Tensor:
-    """The page table as rows; what belongs to no request is no page."""
+def table_of(inputs, device) -> torch.Tensor:
+    """The page table as rows; entries of no request are no pages."""
     indptr, indices = inputs.kv_indptr.cpu(), inputs.indices.cpu()
-    width = int(indptr.diff().max()) + spare
+    width = int(indptr.diff().max()) + 3
     table = torch.full((inputs.case.batch_size, width), NO_PAGE, dtype=torch.int32)
     for i, row in enumerate(table):
         pages = indices[indptr[i] : indptr[i + 1]]
@@ -42,39 +43,29 @@ def with_table(inputs, table: torch.Tensor):
     return dataclasses.replace(inputs, indices=table)
 
 
+def check(wrapper, inputs):
+    result = runner.run(wrapper, inputs)
+    runner.compare(inputs, *result).check()
+    return result
+
+
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("spread", [False, True], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_block_tables(target, case, spread, where):
-    inputs = build(case, device=target.device)
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
+def test_block_tables(target, changes, spread, where):
+    inputs = build(dataclasses.replace(CASE, **changes), device=target.device)
     table = table_of(inputs, "cpu" if where == "host" else target.device)
-    if spread:  # columns of a wider table
-        shape = (table.shape[0], table.shape[1] + 20)
-        wide = torch.full(shape, NO_PAGE, dtype=torch.int32, device=table.device)
-        wide[:, 7 : 7 + table.shape[1]] = table
-        table = wide[:, 7 : 7 + table.shape[1]]
-    wrapper = runner.planned(with_table(inputs, table), backend=target.backend)
-    out, lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, out, lse).check()
+    given = with_table(inputs, table)
+    if spread:  # columns of a wider table, and a strided indptr that starts above zero
+        spare, width = torch.full_like(table, NO_PAGE), table.shape[1]
+        given.indices = torch.cat([spare, table, spare], 1)[:, width : 2 * width]
+        given.kv_indptr = torch.stack([inputs.kv_indptr + 5] * 2, 1)[:, 0]
+    got = check(runner.planned(given, backend=target.backend), inputs)
     exact = runner.planned(inputs, backend=target.backend)
-    for got, wanted in zip((out, lse), runner.run(exact, inputs), strict=True):
-        assert torch.equal(got, wanted)
+    assert all(map(torch.equal, got, runner.run(exact, inputs)))
 
 
-@pytest.mark.parametrize("spread", [False, True], ids=["contiguous", "strided"])
-def test_arrays_that_start_above_zero(target, spread):
-    inputs = build(CASE, device=target.device)
-    indptr = inputs.kv_indptr + 5
-    if spread:
-        indptr = torch.stack([indptr, indptr], 1)[:, 0]
-    later = dataclasses.replace(inputs, kv_indptr=indptr)
-    for where in ("cpu", target.device):
-        table = table_of(inputs, where)
-        wrapper = runner.planned(with_table(later, table), backend=target.backend)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_pages_are_read_when_a_run_is(target):
+def test_a_run_reads_pages(target):
     """run() reads pages from the table itself, without a copy."""
     inputs = build(CASE, device=target.device)
     table = table_of(inputs, target.device)
@@ -83,9 +74,11 @@ def test_pages_are_read_when_a_run_is(target):
     free = min(set(range(inputs.k.shape[0])) - set(inputs.indices.tolist()))
     for pool in (inputs.k, inputs.v):
         pool[free] = pool[page]
+        pool[page] = float("nan")
     table[0, 2] = free
     out, lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, out, lse).check()
+    expected = build(CASE, device=target.device)
+    runner.compare(expected, out, lse).check()
 
 
 def test_decode_and_upper_bounds(target):
@@ -103,112 +96,116 @@ def test_decode_and_upper_bounds(target):
         longer, table, last, 4, 2, 64, 16, q_data_type=case.dtype, block_tables=table,
         seq_lens=lens, lengths_are_upper_bounds=True,
     )  # fmt: skip
-    result = wrapper.run(inputs.q, inputs.cache, return_lse=True)
-    runner.compare(inputs, *result).check()
+    check(wrapper, inputs)
 
 
 def test_block_tables_twice(target, monkeypatch):
-    """block_tables may repeat the table; another one is refused where it may be read."""
+    """block_tables may repeat the table; another one is refused if it may be read."""
     monkeypatch.setenv("PREFLASH_DEBUG", "1")
-    later = build(CASE, device=target.device)
-    later.kv_indptr = later.kv_indptr + 5
-    table = table_of(build(CASE, device=target.device), target.device)
+    inputs = build(CASE, device=target.device)
+    table = table_of(inputs, target.device)
+    later = dataclasses.replace(inputs, kv_indptr=inputs.kv_indptr + 5, indices=table)
     wide = torch.cat([table, table], 1)
     for repeated in (table, table.clone(), wide[:, : table.shape[1]], wide):
-        wrapper = runner.planned(
-            with_table(later, table), backend=target.backend, block_tables=repeated
-        )
-        runner.compare(later, *runner.run(wrapper, later)).check()
+        wrapper = runner.planned(later, backend=target.backend, block_tables=repeated)
+        check(wrapper, inputs)
     other = table.clone()
     other[1, 0] += 1
     with pytest.raises(ValueError, match="block_tables differs from the block table"):
-        runner.planned(with_table(later, table), backend=target.backend, block_tables=other)
+        runner.planned(later, backend=target.backend, block_tables=other)
 
 
-@pytest.mark.parametrize("columns", [0, 4])
-def test_no_requests(target, columns):
-    inputs = build(dataclasses.replace(CASE, qo_lens=(), kv_lens=()), device=target.device)
-    table = torch.empty(0, columns, dtype=torch.int32, device=target.device)
-    wrapper = runner.planned(with_table(inputs, table), backend=target.backend)
-    assert wrapper.run(inputs.q, inputs.cache).shape == inputs.q.shape
+@pytest.mark.parametrize(
+    ("rows", "columns", "bounds"), [((), 0, 0), ((), 4, 0), ((3, 1), 0, 0), ((3, 1), 0, 1)]
+)
+def test_no_pages(target, rows, columns, bounds):
+    case = dataclasses.replace(CASE, qo_lens=rows, kv_lens=(0,) * len(rows))
+    inputs = build(case, device=target.device)
+    ints = {"dtype": torch.int32, "device": target.device}
+    options = {"seq_lens": torch.zeros(2, **ints)} if bounds else {}
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    for _ in range(2):
+        table = torch.empty(len(rows), columns, **ints)
+        runner.plan(
+            wrapper, with_table(inputs, table), lengths_are_upper_bounds=bool(bounds), **options
+        )
+        out, lse = runner.run(wrapper, inputs)
+        assert torch.equal(out, torch.zeros_like(inputs.q))
+        assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-def test_graphs(target, recorder):  # noqa: F811
-    inputs = build(CASE, device=target.device)
-    device, ints = target.device, {"dtype": torch.int32, "device": target.device}
-    buffer = torch.zeros(4, 12, **ints)
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(device), "NHD", True, torch.zeros(5, **ints), torch.zeros(5, **ints),
-        buffer, torch.zeros(4, **ints), backend=target.backend,
+def for_graphs(target, indices: torch.Tensor):
+    ints = {"dtype": torch.int32, "device": target.device}
+    return preflash.BatchPrefillWithPagedKVCacheWrapper(
+        runner.workspace(target.device), "NHD", True, torch.zeros(5, **ints),
+        torch.zeros(5, **ints), indices, torch.zeros(4, **ints), backend=target.backend,
     )  # fmt: skip
+
+
+def test_graphs(target, recorder):
+    inputs = build(CASE, device=target.device)
+    ints = {"dtype": torch.int32, "device": target.device}
+    buffer = torch.zeros(4, 12, **ints)
+    wrapper = for_graphs(target, buffer)
     out = torch.empty_like(inputs.q)
-    lse = torch.empty(inputs.q.shape[:2], device=device)
+    lse = torch.empty(inputs.q.shape[:2], device=target.device)
 
     def run():
         wrapper.run(inputs.q, inputs.cache, out=out, lse=lse)
 
     graph = None
-    host, there = (table_of(inputs, where) for where in ("cpu", device))
+    host, there = (table_of(inputs, where) for where in ("cpu", target.device))
     buffer_itself = buffer[:, : there.shape[1]]
     for table in (there, host, buffer_itself, buffer):
         runner.plan(wrapper, with_table(inputs, table))
         if graph is None:
             run()
-            graph = capture(recorder, device, run)
-        assert torch.equal(buffer[:, : there.shape[1]], there)
+            graph = capture(recorder, target.device, run)
+        assert torch.equal(buffer_itself, there)
         out.fill_(float("nan"))
         graph.replay()
         runner.compare(inputs, out, lse).check()
-    with pytest.raises(ValueError, match="paged_kv_indices_buf is a block table"):
-        runner.plan(wrapper, inputs)
-    with pytest.raises(ValueError, match="needs a buffer of as many rows"):
-        runner.plan(wrapper, with_table(inputs, torch.zeros(4, 13, **ints)))
-    flat = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(device), "NHD", True, torch.zeros(5, **ints), torch.zeros(5, **ints),
-        torch.zeros(99, **ints), torch.zeros(4, **ints), backend=target.backend,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="needs a buffer of as many rows"):
-        runner.plan(flat, with_table(inputs, there))
+    flat = for_graphs(target, torch.zeros(99, **ints))
+    for wrong, given, match in (
+        (wrapper, inputs, "paged_kv_indices_buf is a block table"),
+        (wrapper, with_table(inputs, torch.zeros(4, 13, **ints)), "needs a buffer of as many rows"),
+        (flat, with_table(inputs, there), "needs a buffer of as many rows"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            runner.plan(wrong, given)
 
 
-def test_refusals(target, monkeypatch):
+def with_entry(table, value: int):
+    table = table.clone()
+    table[2, 0] = value
+    return table
+
+
+REFUSED = [
+    (lambda table: table[:3], ValueError, r"paged_kv_indices has shape \(3, 10\)"),
+    (lambda table: table[:, :6], ValueError, r"paged_kv_indices has shape \(4, 6\)"),
+    (lambda table: table.t().contiguous().t(), ValueError, "stride 4 in its last dimension; must"),
+    (torch.Tensor.long, TypeError, "paged_kv_indices is torch.int64"),
+    (lambda table: with_entry(table.cpu(), -1), ValueError, "paged_kv_indices holds -1"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "match"), REFUSED)
+def test_refusals(target, change, error, match):
+    inputs = build(CASE, device=target.device)
+    given = with_table(inputs, change(table_of(inputs, target.device)))
+    with pytest.raises(error, match=match):
+        runner.planned(given, backend=target.backend)
+
+
+def test_wrong_pages(target, monkeypatch):
+    """Pages on the host are compared with the pool; those on a GPU are checked on demand."""
     inputs = build(CASE, device=target.device)
     table = table_of(inputs, target.device)
-
-    def refuse(error, match, other):
-        with pytest.raises(error, match=match):
-            runner.planned(with_table(inputs, other), backend=target.backend)
-
-    refuse(ValueError, r"paged_kv_indices has shape \(3, 10\)", table[:3])
-    refuse(ValueError, r"paged_kv_indices has shape \(4, 6\)", table[:, :6])
-    refuse(
-        ValueError,
-        "stride 4 in its last dimension; must be contiguous",
-        table.t().contiguous().t(),
-    )
-    refuse(TypeError, "paged_kv_indices is torch.int64", table.long())
-    table[2, 0] = -1
-    refuse(ValueError, "paged_kv_indices holds -1", table.cpu())
-    monkeypatch.setenv("PREFLASH_DEBUG", "1")
-    refuse(ValueError, "paged_kv_indices holds -1", table)
-    table[2, 0] = 10**6
-    wrapper = runner.planned(with_table(inputs, table.cpu()), backend=target.backend)
+    beyond = with_table(inputs, with_entry(table.cpu(), 10**6))
+    wrapper = runner.planned(beyond, backend=target.backend)
     with pytest.raises(ValueError, match="paged_kv_indices holds 1000000"):
         runner.run(wrapper, inputs)
-
-
-@pytest.mark.parametrize("bounds", [False, True])
-def test_requests_without_keys_and_a_table_without_columns(target, bounds):
-    case = dataclasses.replace(CASE, qo_lens=(3, 1), kv_lens=(0, 0))
-    inputs = build(case, device=target.device)
-    options = {}
-    if bounds:
-        lens = torch.zeros(2, dtype=torch.int32, device=target.device)
-        options = {"seq_lens": lens, "lengths_are_upper_bounds": True}
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    empty = torch.empty(2, 0, dtype=torch.int32, device=target.device)
-    for _ in range(2):
-        runner.plan(wrapper, with_table(inputs, empty), **options)
-        out, lse = runner.run(wrapper, inputs)
-        assert torch.equal(out, torch.zeros_like(out))
-        assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    with pytest.raises(ValueError, match="paged_kv_indices holds -1"):
+        runner.planned(with_table(inputs, with_entry(table, -1)), backend=target.backend)

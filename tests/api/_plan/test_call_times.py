@@ -1,6 +1,7 @@
 """plan() and run() are on the critical path of every step: how much Python they are is pinned in
 steps of the interpreter, which no load changes; times are printed, and bounded very loosely."""
 
+import functools
 import gc
 import sys
 import time
@@ -102,24 +103,31 @@ def test_steps_of_others_are_not_counted():
     assert ended
 
 
-def test_run_takes_few_steps():
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("run", {}), ("run", {"out": True}), ("forward", {"causal": True})],
+    ids=["run", "run_into_out", "forward"],
+)
+def test_run_takes_few_steps(method, options):
+    """The options of forward(), which differ from plan()'s, are checked once for each plan."""
     empty = torch.zeros(2, dtype=torch.int32)
     wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(1 << 20, dtype=torch.uint8), backend="cpu"
     )
-    wrapper.plan(empty, empty, empty[:0], empty[:1], 4, 2, 64, 16, q_data_type=torch.bfloat16)
     q = torch.empty(0, 4, 64, dtype=torch.bfloat16)
     cache = torch.empty(0, 2, 16, 2, 64, dtype=torch.bfloat16)
-    out = torch.empty_like(q)
-    wrapper.run(q, cache)
-    plain = interpreter_steps(lambda: wrapper.run(q, cache))
-    wrapper.run(q, cache, out=out)
-    into = interpreter_steps(lambda: wrapper.run(q, cache, out=out))
-    # Counted on Python 3.11: 83 and 115, where torch lets C++ read its tensors; else about 300.
-    # Others count their bytecodes otherwise.
+    if "out" in options:
+        options = {"out": torch.empty_like(q)}
+    arrays = (empty, empty, empty[:0], empty[:1])
+    call = functools.partial(getattr(wrapper, method), q, cache, **options)
+    # Counted on Python 3.11: 107, 146 and 132 if torch lets C++ read its tensors; else about 300.
+    # Other versions count their bytecodes otherwise.
     most = 200 if hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else 600
-    assert 50 < plain < most
-    assert 50 < into < most
+    for window_left in (-1, 9):
+        wrapper.plan(*arrays, 4, 2, 64, 16, q_data_type=torch.bfloat16, window_left=window_left)
+        call()
+        call()
+        assert 50 < interpreter_steps(call) < most
 
 
 @pytest.mark.parametrize("batch", GENEROUS)

@@ -1,6 +1,7 @@
 """A server plans and runs for weeks: no step may leave anything behind. PREFLASH_STEPS=1000000 in
 the environment takes as many steps as that."""
 
+import collections
 import ctypes
 import gc
 import os
@@ -47,6 +48,9 @@ class Server:
         shape = (PAGES, 2, PAGE, KV_HEADS, HEAD_DIM)
         self.layers = [torch.randn(shape, device=device).half() for _ in range(2)]
         self.q = torch.randn(12, HEADS, HEAD_DIM, device=device).half()
+        counts = (17_000, 40_000, 16_384, 100, 33_000)
+        self.lists = collections.deque(torch.arange(n, dtype=torch.int32) for n in counts)
+        self.lists[2][5] = -1
 
     def lengths(self) -> list[tuple[int, int, int]]:
         """(queries, pages, keys on the last) of each request."""
@@ -73,10 +77,20 @@ class Server:
         self.wrapper.run(q, layer, window_left=self.random.randint(-1, 5))
 
     def wrapper_comes_and_goes(self) -> None:
-        self.wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-            self.workspace, backend=self.wrapper._requested_backend.name
-        )
+        backend = self.wrapper._requested_backend.name
+        self.wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(self.workspace, backend=backend)
         self.step()
+
+    def page_lists(self) -> None:
+        """Plans with lists of pages that have memory of their own; some plans are refused."""
+        self.lists.rotate()
+        pages = self.lists[0]
+        arrays = (torch.arange(2, dtype=torch.int32) * n for n in (1, len(pages)))
+        last = torch.ones(1, dtype=torch.int32)
+        try:
+            self.wrapper.plan(*arrays, pages, last, HEADS, KV_HEADS, HEAD_DIM, 1)
+        except ValueError:
+            assert pages[5] == -1
 
 
 def settle() -> None:
@@ -115,13 +129,13 @@ def check_steady(step, steps: int) -> None:
     raise AssertionError(f"{steps} steps leave {blocks} blocks and {allocated} bytes")
 
 
-@pytest.mark.parametrize("way", ["step", "wrapper_comes_and_goes"])
+@pytest.mark.parametrize("way", ["step", "wrapper_comes_and_goes", "page_lists"])
 def test_no_growth(target, way):
     server = Server(target.device, target.backend)
     if target.device == "cpu":
         torch.set_num_threads(1)
     check_steady(getattr(server, way), STEPS if way == "step" else STEPS // 2)
-    if target.device == "cuda":
+    if target.device == "cuda" and way != "page_lists":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         for _ in range(STEPS // 4):

@@ -10,14 +10,18 @@ import weakref
 
 import pytest
 import torch
+from planned_cases import planned
 from preflash._device import backends
 from preflash._plan import pipeline
 from preflash.testing import Case, MaskKind, build, runner
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
-# More requests and more tiles, so that its work list over the old one's state leaves the buffer.
-NEW = Case("new", (64,) * 40 + (300,), (200,) * 40 + (900,), 4, 2, 64, page_size=16,
-           mask=MaskKind.CAUSAL)  # fmt: skip
+# More requests and more tiles, so that the old plan's buffer is too small for its work list.
+NEW = dataclasses.replace(OLD, qo_lens=(64,) * 40 + (300,), kv_lens=(200,) * 40 + (900,))
+RAGGED = (dataclasses.replace(OLD, page_size=0), dataclasses.replace(NEW, page_size=0))
+# Page indices so many that they have memory of their own; see test_page_lists.py.
+MANY = Case("many", (2, 3), (9000, 8000), 2, 1, 64, page_size=1, mask=MaskKind.CAUSAL)
+MORE = dataclasses.replace(MANY, qo_lens=(1, 4, 2), kv_lens=(20_000, 7, 20_000))
 
 
 class _InterruptError(BaseException):
@@ -60,78 +64,70 @@ def interrupted(call, step: int) -> bool:
 
 
 def results(wrapper, inputs):
-    out, lse = runner.run(wrapper, inputs)
-    return out.clone(), lse.clone()
+    return tuple(result.clone() for result in runner.run(wrapper, inputs))
 
 
-@pytest.mark.parametrize("given_int_buffer", [False, True], ids=["own", "given"])
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_plan_interrupted_anywhere(target, page_size, given_int_buffer):
-    old_case, new_case = (
-        dataclasses.replace(case, page_size=page_size, mask=MaskKind.CAUSAL) for case in (OLD, NEW)
-    )
-    old, new = (build(case, device=target.device) for case in (old_case, new_case))
+def check_equal(wrapper, inputs, expected) -> None:
+    assert all(map(torch.equal, results(wrapper, inputs), expected))
+
+
+def ints(target, size: int = 1 << 20):
+    return torch.zeros(size, dtype=torch.uint8, device=target.device)
+
+
+@pytest.mark.parametrize(
+    ("cases", "given_int_buffer", "plans_before"),
+    [(RAGGED, False, 1), (RAGGED, True, 1), ((OLD, NEW), False, 1), ((OLD, NEW), True, 1),
+     ((MANY, MORE), False, 3)],
+    ids=["ragged-own", "ragged-given", "paged-own", "paged-given", "many_pages"],
+)  # fmt: skip
+def test_plan_interrupted_anywhere(target, cases, given_int_buffer, plans_before):
+    where = "cpu" if cases[0] is MANY else target.device
+    old, new = (build(case, device=target.device, index_device=where) for case in cases)
     buffer = runner.workspace(target.device)
 
-    def planned():
-        wrapper = runner.make_wrapper(
-            old_case, backend=target.backend, device=target.device, buffer=buffer
-        )
+    def made():
+        wrapper = runner.make_wrapper(old.case, backend=target.backend, buffer=buffer)
         if given_int_buffer:
-            ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
-            wrapper.reset_workspace_buffer(buffer, ints)
-        runner.plan(wrapper, old)
+            wrapper.reset_workspace_buffer(buffer, ints(target))
+        for _ in range(plans_before):
+            runner.plan(wrapper, old)
         return wrapper
 
-    expected_old = results(planned(), old)
-    wrapper = planned()
+    wrapper = made()
+    expected = {"old": results(wrapper, old)}
     runner.plan(wrapper, new)
-    expected_new = results(wrapper, new)
-    ends = {"old": 0, "new": 0}
-    step = 0
+    expected["new"] = results(wrapper, new)
+    ends, step = {"old": 0, "new": 0}, 0
     while True:
-        wrapper = planned()
+        wrapper = made()
         before = wrapper._plan
         if not interrupted(functools.partial(runner.plan, wrapper, new), step):
             break
-        which, inputs, expected = ("old", old, expected_old) if wrapper._plan is before else (
-            "new", new, expected_new)  # fmt: skip
+        which = "old" if wrapper._plan is before else "new"
         ends[which] += 1
-        got = results(wrapper, inputs)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (step, which)
+        check_equal(wrapper, old if which == "old" else new, expected[which])
         assert wrapper._window_left == -1
-        step += 7 if step > 40 else 1  # every bytecode takes minutes
-    assert ends["old"] > 20
+        # Each bytecode would take minutes.
+        step += 23 if plans_before > 1 else 7 if step > 40 else 1
+    assert ends["old"] > (10 if plans_before > 1 else 20)
 
 
-def test_reset_and_forward_interrupted_anywhere(target):
-    case = dataclasses.replace(OLD, page_size=0)
-    inputs = build(case, device=target.device)
-
-    def planned():
-        wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-        runner.plan(wrapper, inputs)
-        return wrapper
-
-    expected = results(planned(), inputs)
-    ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
-
-    def reset(wrapper):
-        wrapper.reset_workspace_buffer(runner.workspace(target.device), ints)
-
-    def forward(wrapper):
-        wrapper.forward(inputs.q, inputs.k, inputs.v, causal=True, window_left=3)
-
-    for call in (reset, forward):
-        step = 0
-        while True:
-            wrapper = planned()
-            if not interrupted(functools.partial(call, wrapper), step):
-                break
-            got = results(wrapper, inputs)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), (call, step)
-            step += 9
-        assert step > 100
+@pytest.mark.parametrize("name", ["reset_workspace_buffer", "forward"])
+def test_other_calls_interrupted_anywhere(target, name):
+    inputs, wrapper = planned(RAGGED[0], target)
+    expected, memory, step = results(wrapper, inputs), ints(target), 0
+    while True:
+        _, wrapper = planned(RAGGED[0], target)
+        arguments, options = (runner.workspace(target.device), memory), {}
+        if name == "forward":
+            arguments = (inputs.q, inputs.k, inputs.v)
+            options = {"causal": True, "window_left": 3}
+        if not interrupted(functools.partial(getattr(wrapper, name), *arguments, **options), step):
+            break
+        check_equal(wrapper, inputs, expected)
+        step += 9
+    assert step > 100
 
 
 @pytest.mark.parametrize("runs_before", [0, 2])
@@ -140,10 +136,7 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
     """A plan made during a run, as by a signal handler or another thread, leaves the run on the
     plan that it began with."""
     many = dataclasses.replace(NEW, qo_lens=(3,) * 20, kv_lens=(20,) * 20)
-    old, new = (
-        build(dataclasses.replace(case, page_size=page_size, mask=MaskKind.CAUSAL))
-        for case in (OLD, many)
-    )
+    old, new = (build(dataclasses.replace(case, page_size=page_size)) for case in (OLD, many))
     handlers = []
 
     def num_threads():
@@ -166,65 +159,58 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
 
 
 def test_an_upload_that_fails_changes_nothing(target, monkeypatch):
-    inputs = build(OLD, device=target.device)
+    inputs, wrapper = planned(OLD, target)
     other = build(NEW, device=target.device)
-    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    expected = results(wrapper, inputs)
-    shown = repr(wrapper)
+    expected, shown = results(wrapper, inputs), repr(wrapper)
 
     def fail(*args, **options):
         raise RuntimeError("no pinned memory")
 
     monkeypatch.setattr(pipeline, "upload", fail)
-    new_float = runner.workspace(target.device, 1 << 20)
-    ints = torch.zeros(1 << 20, dtype=torch.uint8, device=target.device)
+    work = (runner.workspace(target.device, 1 << 20), ints(target))
     for call in (
         lambda: runner.plan(wrapper, other, sm_scale=0.25),
-        lambda: wrapper.reset_workspace_buffer(new_float, ints),
+        lambda: wrapper.reset_workspace_buffer(*work),
         lambda: wrapper.run(inputs.q, inputs.cache, window_left=3),
     ):
         with pytest.raises(RuntimeError, match="no pinned memory"):
             call()
-        got = results(wrapper, inputs)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        check_equal(wrapper, inputs, expected)
         assert repr(wrapper) == shown
     monkeypatch.undo()
     runner.plan(wrapper, other)
     runner.compare(other, *runner.run(wrapper, other)).check()
 
 
+# --- Copies ------------------------------------------------------------------
+
+
 def test_a_copy_plans_for_itself(target):
-    inputs, other = build(OLD, device=target.device), build(NEW, device=target.device)
-    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
+    inputs, wrapper = planned(OLD, target)
+    other = build(NEW, device=target.device)
     expected = results(wrapper, inputs)
     twin = copy.copy(wrapper)
-    assert all(torch.equal(a, b) for a, b in zip(results(twin, inputs), expected, strict=True))
+    check_equal(twin, inputs, expected)
     for _ in range(3):
         runner.plan(twin, other)
         runner.compare(other, *runner.run(twin, other)).check()
-        assert all(
-            torch.equal(a, b) for a, b in zip(results(wrapper, inputs), expected, strict=True)
-        )
-    runner.plan(wrapper, other)
-    runner.plan(wrapper, inputs)
+        check_equal(wrapper, inputs, expected)
+    for one in (other, inputs):
+        runner.plan(wrapper, one)
     runner.compare(other, *runner.run(twin, other)).check()
 
 
 def test_a_plan_that_was_copied_ends_with_its_copies(target):
-    inputs = build(OLD, device=target.device)
-    wrapper = runner.make_wrapper(OLD, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    planned = weakref.ref(wrapper._plan.primary)
+    inputs, wrapper = planned(OLD, target)
+    plan = weakref.ref(wrapper._plan.primary)
     twin = copy.copy(wrapper)
     runner.plan(wrapper, inputs)
     gc.collect()
-    assert planned() is not None
+    assert plan() is not None
     runner.compare(inputs, *runner.run(twin, inputs)).check()
     runner.plan(twin, inputs)
     gc.collect()
-    assert planned() is None
+    assert plan() is None
 
 
 def test_copies_that_cannot_be_are_refused(target):
@@ -232,7 +218,6 @@ def test_copies_that_cannot_be_are_refused(target):
     for call in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="construct another wrapper"):
             call(wrapper)
-    ints = torch.zeros(1 << 16, dtype=torch.uint8, device=target.device)
-    wrapper.reset_workspace_buffer(runner.workspace(target.device), ints)
+    wrapper.reset_workspace_buffer(runner.workspace(target.device), ints(target, 1 << 16))
     with pytest.raises(TypeError, match="int_workspace_buffer"):
         copy.copy(wrapper)

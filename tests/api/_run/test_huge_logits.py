@@ -1,8 +1,8 @@
-"""Logits beyond the integers of float32, up to 1e30: right wherever float32 products are.
+"""Logits beyond the integers of float32, up to 1e30: results are right if float32 products are.
 
-The products are exact, so the weights can be told from float64 however large the logits are. fa3
-makes rows NaN, output and LSE, that meet a logit of FA3_LIMIT or more in base 2: never anything
-else that is wrong, and never a NaN elsewhere.
+The products are exact, so that float64 yields the weights however large the logits are. fa3 makes
+rows NaN, output and LSE, that meet a logit of FA3_LIMIT or more in base 2: no other value of its
+results is wrong or NaN.
 """
 
 import math
@@ -10,145 +10,121 @@ import math
 import preflash
 import pytest
 import torch
+from planned_cases import planned
+from preflash.testing import Case
+from preflash.testing.oracle import alibi_slopes
 
-HEAD_DIM = 64
-KEYS = 333
-TOKENS = 37
+HEAD_DIM, KEYS, TOKENS = 64, 333, 37
 # 2^24 is where the rounding of a row's largest product passes one bit of its weights, 2^31 where it
 # passes all of them.
 MAGNITUDES = [1e6, 1.2e7, 1.3e8, 2.9e9, 1e12, 1e30]
 LARGEST = 256.0
 FA3_LIMIT = 2.0**27
+# First element of each key; times 256 and the scale it is the key's logit.
+KEY = torch.arange(KEYS)
+PATTERNS = {
+    "equal": torch.full((KEYS,), LARGEST),
+    # Ties of four keys in three tiles; the others are smaller.
+    "ties": torch.where((KEY % 97 == 3) | (KEY == 131), LARGEST, LARGEST - 1),
+    "rising": ((KEY // 64) - 2) / 4 * LARGEST,  # each tile moves the maximum, from -M over 0 to M
+    "falling": (2 - (KEY // 64)) / 4 * LARGEST,
+}
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
+every_magnitude = pytest.mark.parametrize("magnitude", MAGNITUDES)
 
 
-def keys_of(pattern: str) -> torch.Tensor:
-    """First element of each key; times 256 and the scale it is the key's logit."""
-    key = torch.arange(KEYS)
-    if pattern == "equal":
-        return torch.full((KEYS,), LARGEST)
-    if pattern == "ties":  # of four keys in three tiles; the others stay below
-        return torch.where((key % 97 == 3) | (key == 131), LARGEST, LARGEST - 1)
-    if pattern == "rising":  # the maximum moves with every tile, from -M over 0 to M
-        return ((key // 64) - 2) / 4 * LARGEST
-    if pattern == "falling":
-        return (2 - (key // 64)) / 4 * LARGEST
-    raise AssertionError(pattern)
-
-
-def tensors(pattern: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of M, -M, 0 and ordinary logits side by side, in one warp's share of a tile."""
+def tensors(pattern: str, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Rows of M, -M, 0 and ordinary logits, in one warp's share of a tile."""
     q = torch.zeros(TOKENS, 4, HEAD_DIM, dtype=dtype)
     row = torch.arange(TOKENS * 4).reshape(TOKENS, 4)
     q[..., 0] = torch.tensor([256.0, -256.0, 0.0, 256.0, 128.0])[row % 5].to(dtype)
     k = torch.zeros(KEYS, 2, HEAD_DIM, dtype=dtype)
-    k[..., 0] = keys_of(pattern)[:, None].to(dtype)
+    k[..., 0] = PATTERNS[pattern][:, None].to(dtype)
     v = torch.randn(KEYS, 2, HEAD_DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return q, k, v
+    return [q, k, v]
 
 
-def attention(q, k, v, sm_scale: float, keep: torch.Tensor | None = None):
-    """Float64, [tokens, heads, head_dim] and base-2 LSE."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q, k) * sm_scale
-    if keep is not None:
-        logits = logits.masked_fill(~keep, -math.inf)
-    out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
+def single(target, q, k, v, sm_scale: float, **options):
+    return preflash.single_prefill_with_kv_cache(
+        *map(target.to, (q, k, v)), sm_scale=sm_scale, return_lse=True, backend=target.backend,
+        **options,
+    )  # fmt: skip
+
+
+def logits_of(q, k, sm_scale: float) -> torch.Tensor:
+    """Float64 logits, [heads, tokens, keys]."""
+    return torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) * sm_scale
+
+
+def attention(logits, v):
+    """Float64 output, [tokens, heads, head_dim], and base-2 LSE."""
+    out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v.double().repeat_interleave(2, 1))
     return out, logits.logsumexp(-1).T / math.log(2.0)
 
 
-def assert_right(target, got, expected, largest: torch.Tensor):
-    """largest: [tokens, heads], the largest size of any logit of a row, in base 2."""
+def computed_rows(target, got, logits):
+    """Returns output and LSE in float64, and the rows that are not NaN: all but some of fa3's."""
     out, lse = (x.cpu().double() for x in got)
-    expected_out, expected_lse = expected
+    rows = ~lse.isnan()
+    assert torch.equal(rows, ~out.isnan().all(-1))
+    largest = logits.abs().amax(-1).T / math.log(2.0)
+    assert bool(rows[largest < FA3_LIMIT].all())
+    assert bool(rows.all()) or target.backend == "fa3"
+    return out, lse, rows
+
+
+def assert_right(target, got, logits, v, keep: torch.Tensor | None = None) -> None:
+    out, lse, rows = computed_rows(target, got, logits)
+    masked = logits if keep is None else logits.masked_fill(~keep, -math.inf)
+    expected_out, expected_lse = attention(masked, v)
     if target.backend == "fa3":
-        refused = lse.isnan()
-        assert torch.equal(refused, out.isnan().all(-1))
-        assert not bool((refused & (largest < FA3_LIMIT)).any())
         # The row's origin is its largest logit but for 15 bits: a NaN, if that is out of range.
-        assert bool(refused[expected_lse.abs() >= FA3_LIMIT * 1.01].all())
-        out, lse = out[~refused], lse[~refused]
-        expected_out, expected_lse = expected_out[~refused], expected_lse[~refused]
-    torch.testing.assert_close(out, expected_out, rtol=1e-2, atol=8e-3)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-4)
-
-
-def largest_logits(q, k, sm_scale: float) -> torch.Tensor:
-    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logits = torch.einsum("qhd,khd->qhk", q.double(), k) * sm_scale / math.log(2.0)
-    return logits.abs().amax(-1)
+        assert not bool(rows[expected_lse.abs() >= FA3_LIMIT * 1.01].any())
+    torch.testing.assert_close(out[rows], expected_out[rows], rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("pattern", ["equal", "ties", "rising", "falling"])
+@every_magnitude
+@every_pattern
 def test_single(target, pattern, magnitude, dtype):
     q, k, v = tensors(pattern, dtype)
     sm_scale = magnitude / LARGEST**2
-    got = preflash.single_prefill_with_kv_cache(
-        *(target.to(x) for x in (q, k, v)),
-        sm_scale=sm_scale,
-        return_lse=True,
-        backend=target.backend,
-    )
-    assert_right(target, got, attention(q, k, v, sm_scale), largest_logits(q, k, sm_scale))
+    assert_right(target, single(target, q, k, v, sm_scale), logits_of(q, k, sm_scale), v)
 
 
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
+@every_magnitude
 @pytest.mark.parametrize("sign", [1, -1])
 def test_masks_and_the_sign_of_the_scale(target, magnitude, sign):
-    q, k, v = tensors("rising", torch.bfloat16)
+    q, k, v = tensors("rising")
     sm_scale = sign * magnitude / LARGEST**2
     reach = torch.arange(KEYS)[None, :] - torch.arange(TOKENS)[:, None] - (KEYS - TOKENS)
-    keep = (reach <= 0) & (reach >= -100)
-    got = preflash.single_prefill_with_kv_cache(
-        *(target.to(x) for x in (q, k, v)),
-        sm_scale=sm_scale,
-        causal=True,
-        window_left=100,
-        return_lse=True,
-        backend=target.backend,
-    )
-    assert_right(target, got, attention(q, k, v, sm_scale, keep), largest_logits(q, k, sm_scale))
+    got = single(target, q, k, v, sm_scale, causal=True, window_left=100)
+    assert_right(target, got, logits_of(q, k, sm_scale), v, (reach <= 0) & (reach >= -100))
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 5])
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("pattern", ["equal", "ties", "rising", "falling"])
+@every_magnitude
+@every_pattern
 @pytest.mark.parametrize("qo_len", [1, TOKENS])
 def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len):
     """Weights of chunks come from differences of their LSEs, which a float32 LSE would not hold."""
-    q, k, v = tensors(pattern, torch.bfloat16)
-    q = q[:qo_len]
+    q, k, v = tensors(pattern)
     sm_scale = magnitude / LARGEST**2
-    workspace = torch.empty(32 << 20, dtype=torch.uint8, device=target.device)
-    qo_indptr = torch.tensor([0, qo_len], dtype=torch.int32)
-    options = {
-        "sm_scale": sm_scale,
-        "q_data_type": torch.bfloat16,
-        "fixed_split_size": 64,
-    }
-    if page_size == 0:
-        wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=target.backend)
-        indptr = torch.tensor([0, KEYS], dtype=torch.int32)
-        wrapper.plan(qo_indptr, indptr, 4, 2, HEAD_DIM, **options)
-        arguments = (k, v)
-    else:
-        wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=target.backend)
-        pages = -(-KEYS // page_size)
-        indptr = torch.tensor([0, pages], dtype=torch.int32)
-        last = torch.tensor([KEYS - (pages - 1) * page_size], dtype=torch.int32)
-        indices = torch.arange(pages, dtype=torch.int32)
-        wrapper.plan(qo_indptr, indptr, indices, last, 4, 2, HEAD_DIM, page_size, **options)
-        padded = [torch.full((pages * page_size, 2, HEAD_DIM), math.nan).bfloat16() for _ in "kv"]
-        for cache, rows in zip(padded, (k, v), strict=True):
-            cache[:KEYS] = rows
-        arguments = (
-            tuple(x.view(pages, page_size, 2, HEAD_DIM).to(target.device) for x in padded),
-        )
-    got = wrapper.run(target.to(q), *(target.to(x) if isinstance(x, torch.Tensor) else x
-                                      for x in arguments), return_lse=True)  # fmt: skip
-    assert_right(target, got, attention(q, k, v, sm_scale), largest_logits(q, k, sm_scale))
+    case = Case("huge", (qo_len,), (KEYS,), 4, 2, HEAD_DIM, page_size=page_size, sm_scale=sm_scale,
+                fixed_split_size=64)  # fmt: skip
+    inputs, wrapper = planned(case, target)
+    for memory, rows in ((inputs.k, k), (inputs.v, v)):
+        if page_size == 0:
+            memory[:KEYS] = rows
+            continue
+        padded = rows.new_full((len(inputs.indices) * page_size, 2, HEAD_DIM), math.nan)
+        padded[:KEYS] = rows
+        pages = padded.view(-1, page_size, 2, HEAD_DIM).to(memory.device)
+        memory[inputs.indices.long().to(memory.device)] = pages
+    kv = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
+    got = wrapper.run(target.to(q[:qo_len]), *kv, return_lse=True)
+    assert_right(target, got, logits_of(q[:qo_len], k, sm_scale), v)
 
 
 @pytest.mark.parametrize("spread", [1, 3])
@@ -156,40 +132,66 @@ def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len
 def test_weights_between_huge_logits(target, base, spread):
     """Differences of a few units on top of 2^22 to 2^26: the weights are ordinary ones."""
     step = max(1.0, base**2 / 2**23)
-    q, k, v = tensors("equal", torch.bfloat16)
+    q, k, v = tensors("equal")
     q[..., 0], q[..., 1] = base, step
     k[..., 0] = base
     k[..., 1] = (torch.arange(KEYS) % 5 * spread)[:, None].to(torch.bfloat16)
-    got = preflash.single_prefill_with_kv_cache(
-        *(target.to(x) for x in (q, k, v)),
-        sm_scale=0.25 / step,
-        return_lse=True,
-        backend=target.backend,
-    )
-    assert_right(target, got, attention(q, k, v, 0.25 / step), largest_logits(q, k, 0.25 / step))
+    got = single(target, q, k, v, 0.25 / step)
+    assert_right(target, got, logits_of(q, k, 0.25 / step), v)
 
 
 @pytest.mark.parametrize("cap", [30.0, 1e8, 3e9, 1e30])
 def test_soft_caps(target, cap):
-    q, k, v = tensors("ties", torch.bfloat16)
+    q, k, v = tensors("ties")
     sm_scale = 4 * cap / LARGEST**2
-    logits = torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) * sm_scale
-    logits = cap * torch.tanh(logits / cap)
-    got = preflash.single_prefill_with_kv_cache(
-        *(target.to(x) for x in (q, k, v)),
-        sm_scale=sm_scale,
-        logits_soft_cap=cap,
-        return_lse=True,
-        backend=target.backend,
-    )
-    out, lse = (x.cpu().double() for x in got)
-    expected = logits.logsumexp(-1).T / math.log(2.0)
+    logits = cap * torch.tanh(logits_of(q, k, sm_scale) / cap)
+    got = single(target, q, k, v, sm_scale, logits_soft_cap=cap)
+    out, lse, rows = computed_rows(target, got, logits)
+    assert bool(out[rows].isfinite().all())
+    assert bool((out[rows].abs().amax(-1) > 0).all())
+    _, expected = attention(logits, v)
+    torch.testing.assert_close(lse[rows], expected[rows], rtol=2e-6, atol=1e-3)
+
+
+def test_alibi(target):
+    """Rows of logits of 1e30, which swallow the bias, and rows whose logits are the bias. fa3 makes
+    the former NaN."""
+    q, k, v = tensors("equal")
+    q.zero_()
+    q[::3, :, 0], q[1::3, :, 0] = LARGEST, -LARGEST
+    sm_scale = 1e30 / LARGEST**2
+    got = single(target, q, k, v, sm_scale, pos_encoding_mode="ALIBI")
+    # Float64 has no room for the bias of a logit of 1e30 either.
+    distance = torch.arange(KEYS) - torch.arange(TOKENS)[:, None]
+    logits = logits_of(q, k, sm_scale)
+    logits = torch.where(logits == 0, alibi_slopes(4)[:, None, None] * distance, logits)
+    out, lse, rows = computed_rows(target, got, logits)
     if target.backend == "fa3":
-        refused = lse.isnan()
-        assert torch.equal(refused, out.isnan().all(-1))
-        largest = logits.abs().amax(-1).T / math.log(2.0)
-        assert not bool((refused & (largest < FA3_LIMIT)).any())
-        out, lse, expected = out[~refused], lse[~refused], expected[~refused]
-    assert bool(out.isfinite().all())
-    assert bool((out.abs().amax(-1) > 0).all())
-    torch.testing.assert_close(lse, expected, rtol=2e-6, atol=1e-3)
+        assert not bool(rows[torch.arange(TOKENS) % 3 < 2].any())
+    expected, expected_lse = attention(logits, v)
+    torch.testing.assert_close(out[rows], expected[rows], rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("split", [None, 64])
+@pytest.mark.parametrize("magnitude", [1e8, 1e30])
+def test_sinks(target, magnitude, split):
+    """The larger one of sink and logits has all the weight; fa3 makes such rows NaN."""
+    q, k, v = tensors("equal")
+    q.zero_()
+    q[::2, :, 0], q[1::2, :, 0] = LARGEST, -LARGEST
+    sinks = torch.tensor([0.0, 2 * magnitude, -2 * magnitude, -math.inf])
+    case = Case("sinks", (TOKENS,), (KEYS,), 4, 2, HEAD_DIM, sm_scale=magnitude / LARGEST**2)
+    _, wrapper = planned(case, target, fixed_split_size=split)
+    out, lse = wrapper.run(*map(target.to, (q, k, v)), sinks=target.to(sinks), return_lse=True)
+    if target.backend == "fa3":
+        assert bool(out.isnan().all())
+        assert bool(lse.isnan().all())
+        return
+    logits = torch.where(torch.arange(TOKENS) % 2 == 0, magnitude, -magnitude).double()
+    logits = logits[:, None].expand(TOKENS, 4)
+    mean = v.double().mean(0).repeat_interleave(2, 0).expand(TOKENS, 4, HEAD_DIM)
+    wins = (logits > sinks)[..., None]
+    torch.testing.assert_close(out.cpu().double(), mean * wins, rtol=1e-2, atol=8e-3)
+    expected = torch.maximum(logits + math.log(KEYS) * (magnitude < 1e10), sinks.double())
+    torch.testing.assert_close(lse.cpu().double(), expected / math.log(2.0), rtol=1e-6, atol=1e-3)

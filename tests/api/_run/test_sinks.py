@@ -1,19 +1,110 @@
-"""Sinks come with a run: what is accepted, and what of it reaches the kernel."""
+"""Sinks, one more logit of each row of a head, come with a run: rows without keys, what differs
+from run to run, values, and refusals. test_cases.py has their cases."""
 
 import dataclasses
 
 import pytest
 import torch
 from planned_cases import planned
-from preflash import _core
-from preflash.testing import Case, MaskKind, build, reference, runner
+from preflash.testing import Case, MaskKind, Sinks, build, reference, runner
+from preflash.testing.comparison import compare
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 HEADS = 4
 RAGGED = Case("ragged", (33, 5), (40, 90), HEADS, 2, 64)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
-SINGLE = Case("single", (9,), (30,), HEADS, 2, 64)
 SPLIT = dataclasses.replace(RAGGED, name="split", fixed_split_size=64)
+SINGLE = Case("single", (9,), (30,), HEADS, 2, 64)
+BASES = {"log2": 1.4426950408889634, "ln": 1.0}
+every_base = pytest.mark.parametrize("base", BASES)
+every_split = pytest.mark.parametrize("split", [None, 64])
+
+
+def values(device) -> torch.Tensor:
+    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
+
+
+EMPTY = {
+    "no_keys": Case("no_keys", (5, 70), (0, 0), 4, 2, 64),
+    "before_the_first_key": Case("longer_q", (90,), (33,), 4, 2, 128, mask=MaskKind.CAUSAL),
+    "masked": Case("masked", (40,), (300,), 4, 2, 128, mask=MaskKind.CUSTOM),
+}
+
+
+@every_base
+@every_split
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("case", EMPTY.values(), ids=EMPTY)
+def test_rows_without_keys(target, case, page_size, split, base):
+    """Output exactly 0, and the sink alone in the LSE; -inf where the sink is -inf."""
+    case = dataclasses.replace(case, page_size=page_size, fixed_split_size=split)
+    inputs = build(dataclasses.replace(case, sinks=Sinks.MIXED), device=target.device)
+    inputs.sinks[0] = 0.75
+    if case.mask is MaskKind.CUSTOM:
+        inputs.custom_mask.view(*case.qo_lens, *case.kv_lens)[7:] = False
+        inputs.masks[0][7:] = False
+    wrapper = runner.planned(inputs, backend=target.backend)
+    out, lse = runner.run(wrapper, inputs, lse_base=base)
+    expected = reference(inputs)
+    assert bool(expected.empty.any())
+    assert bool((out[expected.empty] == 0).all())
+    alone = (inputs.sinks * BASES[base]).expand(lse.shape)
+    torch.testing.assert_close(lse[expected.empty], alone[expected.empty], rtol=3e-7, atol=1e-6)
+    compare(out, lse, expected, lse_base=base).check()
+
+
+@every_base
+@every_split
+def test_sinks_beyond_float32_in_base_2(target, base, split):
+    """A sink as large as float32 permits is the largest number of its sign in base 2, too; an
+    infinity would make NaN of rows whose keys are split. Rows without keys keep the sink alone."""
+    largest = torch.finfo(torch.float32).max
+    sinks = torch.tensor([largest, 2.5e38, -largest, -2.5e38])
+    case = Case("largest", (1, 40, 9), (700, 333, 0), 4, 2, 64, page_size=16)
+    inputs, wrapper = planned(dataclasses.replace(case, fixed_split_size=split), target)
+    without, lse_without = runner.run(wrapper, inputs, lse_base=base)
+    out, lse = runner.run(wrapper, inputs, lse_base=base, sinks=target.to(sinks))
+    alone = torch.sign(sinks) * largest * (BASES[base] / BASES["log2"])
+    alone = target.to(alone).expand(lse.shape)
+    assert bool((out[:, :2] == 0).all())
+    torch.testing.assert_close(lse[:, :2], alone[:, :2], rtol=1e-6, atol=0.0)
+    assert torch.equal(out[:, 2:], without[:, 2:])
+    torch.testing.assert_close(lse[:41, 2:], lse_without[:41, 2:], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse[41:, 2:], alone[41:, 2:], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
+@pytest.mark.parametrize("case", [RAGGED, PAGED, SPLIT], ids=lambda case: case.name)
+def test_each_run_has_its_own(target, case, mask):
+    """Other memory, other values in the same memory, and none; scales do not apply to sinks."""
+    inputs, wrapper = planned(dataclasses.replace(case, mask=mask), target)
+    sinks, scales = values(target.device), {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}
+    for change in (torch.Tensor.clone, lambda t: t.flip(0) * 3, lambda t: t.mul_(0.5)):
+        sinks = change(sinks)
+        given = dataclasses.replace(inputs, sinks=sinks)
+        windowed = dataclasses.replace(given, case=dataclasses.replace(given.case, window_left=3))
+        scale = given.pipeline.sm_scale * 1.5
+        scaled = dataclasses.replace(given.pipeline, sm_scale=scale, out_scale=0.25)
+        for base, expected, options in (
+            ("log2", reference(given), {}),
+            ("log2", reference(windowed), {"window_left": 3}),
+            ("ln", reference(given, pipeline=scaled), scales),
+            ("log2", reference(given), {}),
+        ):
+            result = runner.run(wrapper, inputs, sinks=sinks, lse_base=base, **options)
+            runner.compare(given, *result, expected, lse_base=base).check()
+        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
+def test_each_single_request_has_its_own(target, mask):
+    inputs = build(dataclasses.replace(SINGLE, mask=mask), device=target.device)
+    for sinks in (values(target.device), None, values(target.device).flip(0), None):
+        given = dataclasses.replace(inputs, sinks=sinks)
+        runner.compare(given, *runner.single(given, backend=target.backend)).check()
+
+
+# --- Refusals ----------------------------------------------------------------
 
 
 def freed(t):
@@ -28,130 +119,71 @@ def freed_view(t):
     return t
 
 
+NO_MEMORY = "^sinks .*no memory behind it"
 REFUSED = {
-    "freed view": (freed_view, ValueError, "no memory behind it"),
-    "a_list": (lambda t: [t], TypeError, "must be a torch.Tensor; got list"),
-    "a_number": (lambda t: 0.5, TypeError, "must be a torch.Tensor; got float"),
-    "half": (torch.Tensor.half, TypeError, "torch.float16; must be torch.float32"),
-    "double": (torch.Tensor.double, TypeError, "torch.float64; must be torch.float32"),
-    "too_few": (lambda t: t[:-1], ValueError, r"shape \(3,\); must be \(4,\): \[num_qo_heads\]"),
-    "two_dimensional": (lambda t: t[None], ValueError, r"shape \(1, 4\); must be \(4,\)"),
-    "strided": (lambda t: t.repeat(2)[::2], ValueError, r"strides \(2,\); must be contiguous"),
-    "meta": (lambda t: t.to("meta"), ValueError, "no memory behind it"),
-    "fake": (lambda t: FakeTensorMode().from_tensor(t), ValueError, "no memory behind it"),
-    "freed": (freed, ValueError, "no memory behind it"),
+    "freed view": (freed_view, ValueError, NO_MEMORY),
+    "freed": (freed, ValueError, NO_MEMORY),
+    "meta": (lambda t: t.to("meta"), ValueError, NO_MEMORY),
+    "fake": (lambda t: FakeTensorMode().from_tensor(t), ValueError, NO_MEMORY),
+    "list": (lambda t: [t], TypeError, "^sinks .*must be a torch.Tensor; got list"),
+    "number": (lambda t: 0.5, TypeError, "^sinks .*must be a torch.Tensor; got float"),
+    "half": (torch.Tensor.half, TypeError, "^sinks .*torch.float16; must be torch.float32"),
+    "double": (torch.Tensor.double, TypeError, "^sinks .*torch.float64; must be torch.float32"),
+    "few": (lambda t: t[:-1], ValueError, r"^sinks .*\(3,\); must be \(4,\): \[num_qo_heads\]"),
+    "two_dims": (lambda t: t[None], ValueError, r"^sinks .*shape \(1, 4\); must be \(4,\)"),
+    "strided": (lambda t: t.repeat(2)[::2], ValueError, r"^sinks .*\(2,\); must be contiguous"),
     "requires_grad": (torch.Tensor.requires_grad_, NotImplementedError, "requires grad"),
 }
 refused = pytest.mark.parametrize(("spoil", "error", "why"), REFUSED.values(), ids=REFUSED)
 
 
-def sinks_on(device) -> torch.Tensor:
-    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
-
-
-def named(error, why):
-    return why if error is NotImplementedError else f"^sinks .*{why}"
-
-
 @refused
 @pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
-def test_run_refuses(target, case, spoil, error, why):
+def test_refusals_of_run(target, case, spoil, error, why):
     inputs, wrapper = planned(case, target)
     for seen in range(2):
         if seen:
-            runner.run(wrapper, inputs, sinks=sinks_on(target.device))
-        with pytest.raises(error, match=named(error, why)):
-            runner.run(wrapper, inputs, sinks=spoil(sinks_on(target.device)))
+            runner.run(wrapper, inputs, sinks=values(target.device))
+        with pytest.raises(error, match=why):
+            runner.run(wrapper, inputs, sinks=spoil(values(target.device)))
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 @refused
-def test_single_refuses(target, spoil, error, why):
+def test_refusals_of_a_single_request(target, spoil, error, why):
     inputs = build(SINGLE, device=target.device)
-    for masked in (False, True):
-        mask = torch.ones(9, 30, dtype=torch.bool, device=target.device) if masked else None
-        with pytest.raises(error, match=named(error, why)):
-            runner.single(
-                inputs,
-                backend=target.backend,
-                custom_mask=mask,
-                sinks=spoil(sinks_on(target.device)),
-            )
+    for mask in (None, torch.ones(9, 30, dtype=torch.bool, device=target.device)):
+        sinks = spoil(values(target.device))
+        with pytest.raises(error, match=why):
+            runner.single(inputs, backend=target.backend, custom_mask=mask, sinks=sinks)
     runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
 
 
 @pytest.mark.gpu
 def test_sinks_on_another_device():
     inputs = build(RAGGED, device="cuda")
-    wrapper = runner.make_wrapper(RAGGED, backend="auto", device="cuda")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="auto")
     with pytest.raises(ValueError, match="sinks is on cpu"):
-        runner.run(wrapper, inputs, sinks=sinks_on("cpu"))
+        runner.run(wrapper, inputs, sinks=values("cpu"))
 
 
 @pytest.mark.parametrize("case", [RAGGED, SPLIT], ids=lambda case: case.name)
-def test_outputs_lie_apart_from_sinks(target, case):
+def test_outputs_share_no_memory_with_sinks(target, case):
     inputs, wrapper = planned(case, target)
+    tensors = (inputs.q, inputs.k, inputs.v)
     out = torch.empty_like(inputs.q)
-    within = out.view(-1)[64 : 64 + 2 * HEADS].view(torch.float32)
-    with pytest.raises(ValueError, match="out shares memory with sinks"):
-        wrapper.run(inputs.q, inputs.k, inputs.v, out=out, sinks=within)
     lse = torch.empty(inputs.q.shape[:2], device=target.device)
-    with pytest.raises(ValueError, match="lse shares memory with sinks"):
-        wrapper.run(inputs.q, inputs.k, inputs.v, lse=lse, sinks=lse[-1])
+    within = out.view(-1)[64 : 64 + 2 * HEADS].view(torch.float32)
+    for outputs, sinks in (({"out": out}, within), ({"lse": lse}, lse[-1])):
+        with pytest.raises(ValueError, match=f"{next(iter(outputs))} shares memory with sinks"):
+            wrapper.run(*tensors, **outputs, sinks=sinks)
     beside = torch.empty(lse.numel() + HEADS, device=target.device)
     lse, sinks = beside[:-HEADS].view(lse.shape), beside[-HEADS:]
-    wrapper.run(inputs.q, inputs.k, inputs.v, lse=lse, sinks=sinks.zero_())
+    wrapper.run(*tensors, lse=lse, sinks=sinks.zero_())
 
 
-@pytest.fixture
-def extras(monkeypatch):
-    """Records, for every launch, whether it has a mask, and the address of its sinks (0: none)."""
-    seen = []
-    original = _core.RunMemory
-
-    def spy(*arguments, mask_bits, sinks, **others):
-        address = 0 if sinks is None else sinks.data_ptr()
-        seen.append({"masked": mask_bits is not None, "sinks": address})
-        return original(*arguments, mask_bits=mask_bits, sinks=sinks, **others)
-
-    monkeypatch.setattr(_core, "RunMemory", spy)
-    return seen
-
-
-@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
-@pytest.mark.parametrize("case", [RAGGED, PAGED, SPLIT], ids=lambda case: case.name)
-def test_sinks_of_one_run(target, case, mask):
-    """Other sinks, and other memory of a size, count from run to run; none count without sinks."""
-    inputs, wrapper = planned(dataclasses.replace(case, mask=mask), target)
-    for sinks in (sinks_on(target.device), sinks_on(target.device).flip(0) * 3):
-        given = dataclasses.replace(inputs, sinks=sinks)
-        windowed = dataclasses.replace(given, case=dataclasses.replace(given.case, window_left=3))
-        half = dataclasses.replace(given.pipeline, sm_scale=given.pipeline.sm_scale * 0.5)
-        for expected, options in (
-            (reference(given), {}),
-            (reference(windowed), {"window_left": 3}),
-            (reference(given, pipeline=half), {"k_scale": 0.5}),
-            (reference(given), {}),
-        ):
-            result = runner.run(wrapper, inputs, sinks=sinks, **options)
-            runner.compare(given, *result, expected).check()
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
-def test_a_single_request_hands_them_on(target, mask, extras):
-    inputs = build(dataclasses.replace(SINGLE, mask=mask), device=target.device)
-    sinks = sinks_on(target.device)
-    for _ in range(2):
-        extras.clear()
-        runner.single(inputs, backend=target.backend, sinks=sinks)
-        assert extras == [{"masked": mask is MaskKind.CUSTOM, "sinks": sinks.data_ptr()}]
-    runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
-
-
-def test_not_planned(target):
+def test_run_before_plan(target):
     wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
     x = torch.zeros(1, HEADS, 64, device=target.device)
     with pytest.raises(ValueError, match="plan"):
-        wrapper.run(x, x, x, sinks=sinks_on(target.device))
+        wrapper.run(x, x, x, sinks=values(target.device))

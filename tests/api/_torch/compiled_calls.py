@@ -1,4 +1,4 @@
-"""Calls of this package in a form that torch.compile can be given: a function, and tensors."""
+"""Calls of this package as functions of tensors, which torch.compile takes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ DECODE = Case("decode", (1, 1, 1), (40, 90, 7), 4, 2, 64, page_size=4)
 
 @dataclasses.dataclass
 class Call:
-    function: Callable[..., Any]
+    name: str
+    operators: set[str]  # what a graph of the call holds
     tensors: list[torch.Tensor]
-    operators: set[str]  # what a graph of it holds
-    written: tuple[int, ...] = ()  # which tensors it writes
-    owner: Any = None  # a wrapper
+    function: Callable[..., Any]
+    written: tuple[int, ...] = ()  # which tensors the function writes
+
+    def __post_init__(self):
+        self.operators = set(self.operators.split())
 
     def fresh(self) -> list[torch.Tensor]:
         """The tensors, and copies of those that are written."""
@@ -39,54 +42,35 @@ def planned(case: Case, target, buffer=None):
     return wrapper, inputs
 
 
-def paged(target) -> Iterator[tuple[str, Call]]:
+def paged(target) -> Iterator[Call]:
     wrapper, inputs = planned(PAGED, target)
     qkv = [inputs.q, *inputs.cache]
-    yield "paged", Call(lambda q, k, v: wrapper.run(q, (k, v)), qkv, {"run"}, owner=wrapper)
-    yield (
-        "window",
-        Call(
-            lambda q, k, v: wrapper.run(q, (k, v), window_left=9, v_scale=0.5, q_scale=2),
-            qkv,
-            {"run"},
-        ),
-    )
-    forward = Call(
-        lambda q, k, v: wrapper.forward(q, (k, v), causal=True, sm_scale=0.3, logits_soft_cap=9),
-        qkv,
-        {"forward"},
-    )
-    yield "forward", forward
-    yield (
-        "forward_lse",
-        Call(
-            lambda q, k, v: wrapper.forward_return_lse(q, (k, v), window_left=7),
-            qkv,
-            {"forward_return_lse"},
-        ),
+    forward, with_lse = wrapper.forward, wrapper.forward_return_lse
+    window = {"window_left": 9, "v_scale": 0.5, "q_scale": 2}
+    options = {"causal": True, "sm_scale": 0.3, "logits_soft_cap": 9}
+    yield Call("paged", "run", qkv, lambda q, k, v: wrapper.run(q, (k, v)))
+    yield Call("window", "run", qkv, lambda q, k, v: wrapper.run(q, (k, v), **window))
+    yield Call("forward", "forward", qkv, lambda q, k, v: forward(q, (k, v), **options))
+    yield Call(
+        "forward_lse", "forward_return_lse", qkv, lambda q, k, v: with_lse(q, (k, v), window_left=7)
     )
     whole, inputs_whole = planned(WHOLE, target)
     cache = [inputs_whole.q, inputs_whole.cache]
-    yield "whole_cache", Call(lambda q, kv: whole.run(q, kv), cache, {"run"}, owner=whole)
-    sinks = target.to(torch.tensor([0.5, -1.0, 2.0, -torch.inf]))
-    yield (
-        "sinks_and_scale",
-        Call(
-            lambda q, kv, sinks, scale: whole.run(q, kv, sinks=sinks, k_scale=scale),
-            [*cache, sinks, torch.tensor([0.7])],
-            {"run"},
-        ),
+    scaled = [*cache, target.to(torch.tensor([0.5, -1.0, 2.0, -torch.inf])), torch.tensor([0.7])]
+    yield Call("whole_cache", "run", cache, lambda q, kv: whole.run(q, kv))
+    yield Call(
+        "sinks_and_scale", "run", scaled, lambda *t: whole.run(*t[:2], sinks=t[2], k_scale=t[3])
     )
 
 
-def ragged(target) -> Iterator[tuple[str, Call]]:
+def ragged(target) -> Iterator[Call]:
     wrapper, inputs = planned(RAGGED, target)
     qkv = [inputs.q, inputs.k, inputs.v]
     out, lse = torch.empty_like(inputs.q), inputs.q.new_empty(4, 38, dtype=torch.float32)
+    by_head = {"lse_layout": "HN", "lse_base": "ln"}
 
     def into_both(q, k, v, out, lse):
-        options = {"lse_layout": "HN", "lse_base": "ln"}
-        given = wrapper.run(q, k, v, out=out, lse=lse, return_lse=True, **options)
+        given = wrapper.run(q, k, v, out=out, lse=lse, return_lse=True, **by_head)
         assert given[0] is out
         return (*given, out + 1)
 
@@ -95,180 +79,121 @@ def ragged(target) -> Iterator[tuple[str, Call]]:
         wrapper.run(packed, k, v, out=packed)
         return packed
 
-    yield "lse", Call(lambda q, k, v: wrapper.run_return_lse(q, k, v), qkv, {"run_return_lse"})
-    yield (
-        "lse_layout",
-        Call(
-            lambda q, k, v: wrapper.run(q, k, v, True, lse_layout="HN", lse_base="ln"),
-            qkv,
-            {"run_return_lse"},
-        ),
+    def into_lse(q, k, v, lse):
+        return wrapper.run(q, k, v, lse=lse, lse_layout="HN"), lse * 1
+
+    yield Call("ragged", "run", qkv, lambda q, k, v: wrapper.run(q, k, v))
+    yield Call("lse", "run_return_lse", qkv, lambda q, k, v: wrapper.run_return_lse(q, k, v))
+    yield Call(
+        "lse_layout", "run_return_lse", qkv, lambda q, k, v: wrapper.run(q, k, v, True, **by_head)
     )
-    yield "into", Call(into_both, [*qkv, out, lse], {"run_into"}, (3, 4))
-    yield "into_q", Call(into_q, qkv, {"run_into"})
-    yield (
-        "into_out",
-        Call(lambda q, k, v, out: wrapper.run(q, k, v, out=out), [*qkv, out], {"run_into"}, (3,)),
-    )
-    yield (
-        "into_lse",
-        Call(
-            lambda q, k, v, lse: (wrapper.run(q, k, v, lse=lse, lse_layout="HN"), lse * 1),
-            [*qkv, lse],
-            {"run_into"},
-            (3,),
-        ),
-    )
+    yield Call("into", "run_into", [*qkv, out, lse], into_both, (3, 4))
+    yield Call("into_q", "run_into", qkv, into_q)
+    yield Call("into_out", "run_into", [*qkv, out], lambda *t: wrapper.run(*t[:3], out=t[3]), (3,))
+    yield Call("into_lse", "run_into", [*qkv, lse], into_lse, (3,))
 
 
-def single(target) -> Iterator[tuple[str, Call]]:
+def single(target) -> Iterator[Call]:
     inputs = build(ONE, device=target.device)
     qkv = [inputs.q, inputs.k[:40], inputs.v[:40]]
     mask = target.to(torch.rand(33, 40, generator=torch.Generator().manual_seed(0)) < 0.7)
-    out = torch.empty_like(inputs.q)
 
     def one(*args, **options):
-        return preflash.single_prefill_with_kv_cache(*args, **options)
+        return preflash.single_prefill_with_kv_cache(*args, **options, backend=target.backend)
 
-    backend = {"backend": target.backend}
-    yield "single", Call(lambda q, k, v: one(q, k, v, causal=True, **backend), qkv, {"single"})
-    yield (
-        "single_lse",
-        Call(
-            lambda q, k, v: one(q, k, v, return_lse=True, sm_scale=0.2, window_left=8, **backend),
-            qkv,
-            {"single_return_lse"},
-        ),
-    )
-    yield (
-        "single_mask",
-        Call(lambda q, k, v, mask: one(q, k, v, mask, **backend), [*qkv, mask], {"single"}),
-    )
-    yield (
-        "single_into",
-        Call(
-            lambda q, k, v, out: one(q, k, v, out=out, **backend),
-            [*qkv, out],
-            {"single_into"},
-            (3,),
-        ),
-    )
-    yield (
-        "single_decode",
-        Call(
-            lambda q, k, v: preflash.single_decode_with_kv_cache(q[0], k, v, return_lse=True),
-            qkv,
-            {"single_return_lse"},
-        ),
-    )
+    def with_lse(q, k, v):
+        return one(q, k, v, return_lse=True, sm_scale=0.2, window_left=8)
+
+    def decode(q, k, v):
+        return preflash.single_decode_with_kv_cache(q[0], k, v, return_lse=True)
+
+    outs = [*qkv, torch.empty_like(inputs.q)]
+    yield Call("single", "single", qkv, lambda q, k, v: one(q, k, v, causal=True))
+    yield Call("single_lse", "single_return_lse", qkv, with_lse)
+    yield Call("single_mask", "single", [*qkv, mask], lambda q, k, v, mask: one(q, k, v, mask))
+    yield Call("single_into", "single_into", outs, lambda *t: one(*t[:3], out=t[3]), (3,))
+    yield Call("single_decode", "single_return_lse", qkv, decode)
 
 
-def other_wrappers(target) -> Iterator[tuple[str, Call]]:
+def other_wrappers(target) -> Iterator[Call]:
     inputs = build(DECODE, device=target.device)
-    q, cache = inputs.q, inputs.cache
+    qkv = [inputs.q, *inputs.cache]
     table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
     heads = (DECODE.num_qo_heads, DECODE.num_kv_heads, DECODE.head_dim, DECODE.page_size)
     dtypes = {"q_data_type": DECODE.dtype, "kv_data_type": DECODE.dtype}
     buffer = runner.workspace(target.device)
     decode = preflash.BatchDecodeWithPagedKVCacheWrapper(buffer, backend=target.backend)
     decode.plan(*table, *heads, **dtypes)
-    yield "decode", Call(lambda q, k, v: decode.run(q, (k, v)), [q, *cache], {"run"})
     sinks = target.to(torch.tensor([0.5, -1.0, 2.0, 0.0]))
     sink = preflash.BatchAttentionWithAttentionSinkWrapper(
         buffer, backend=target.backend, head_dim_qk=64, head_dim_vo=64
     )
     sink.plan(inputs.qo_indptr, *table, *heads, **dtypes)
-    yield (
-        "sink_wrapper",
-        Call(lambda q, k, v, s: sink.run(q, (k, v), s, 0.25), [q, *cache, sinks], {"run"}),
-    )
     cascade = preflash.MultiLevelCascadeAttentionWrapper(2, buffer)
     cascade.plan([inputs.qo_indptr] * 2, *([array] * 2 for array in table), *heads, **dtypes)
-    yield (
-        "cascade",
-        Call(
-            lambda q, k, v: cascade.run(q.float().to(q.dtype), (k, v)),
-            [q, *cache],
-            {"run_return_lse", "merge_state_in_place"},
-        ),
+
+    def merged(q, k, v):
+        return cascade.run(q.float().to(q.dtype), (k, v))
+
+    yield Call("decode", "run", qkv, lambda q, k, v: decode.run(q, (k, v)))
+    yield Call(
+        "sink_wrapper", "run", [*qkv, sinks], lambda q, k, v, s: sink.run(q, (k, v), s, 0.25)
     )
+    yield Call("cascade", "run_return_lse merge_state_in_place", qkv, merged)
 
 
-def blocks(target) -> Iterator[tuple[str, Call]]:
+def blocks(target) -> Iterator[Call]:
     inputs = build(ONE, device=target.device)
     q, k, v = inputs.q[:32], inputs.k[:40], inputs.v[:40]
     buffer = runner.workspace(target.device)
     blocks = preflash.BlockSparseAttentionWrapper(buffer, target.backend)
+    dtypes = {"q_data_type": ONE.dtype, "o_data_type": torch.float32}
     indptr, indices = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 4])
-    blocks.plan(
-        indptr, indices, 32, 40, 16, 8, 4, 2, 64, q_data_type=ONE.dtype, o_data_type=torch.float32
-    )
+    blocks.plan(indptr, indices, 32, 40, 16, 8, 4, 2, 64, **dtypes)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    yield (
-        "blocks",
-        Call(
-            lambda *t: blocks.run(*t[:3], out=t[3], return_lse=True),
-            [q, k, v, out],
-            {"run_return_lse"},
-            (3,),
-        ),
-    )
     sizes = preflash.VariableBlockSparseAttentionWrapper(buffer, target.backend)
     kept = torch.tensor([[[1, 0], [1, 1]], [[0, 0], [0, 1]]])
     rows, columns = torch.tensor([[10, 22]] * 2), torch.tensor([[16, 24], [40, 0]])
     sizes.plan(kept, rows, columns, 4, 2, 64, q_data_type=ONE.dtype)
     by_head = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
-    yield "block_sizes", Call(lambda q, k, v: sizes.run(q, k, v), by_head, {"run"})
+
+    def into(q, k, v, out):
+        return blocks.run(q, k, v, out=out, return_lse=True)
+
+    yield Call("blocks", "run_return_lse", [q, k, v, out], into, (3,))
+    yield Call("block_sizes", "run", by_head, lambda q, k, v: sizes.run(q, k, v))
 
 
-def merges(target) -> Iterator[tuple[str, Call]]:
+def merges(target) -> Iterator[Call]:
     generator = torch.Generator().manual_seed(0)
     v = target.to(torch.randn(9, 2, 3, 16, generator=generator))
     s = target.to(torch.randn(9, 2, 3, generator=generator))
     halves = [v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1], s[:, 1]]
-    mask = target.to(torch.arange(9) % 2 == 0)
+    masked = [*halves, target.to(torch.arange(9) % 2 == 0)]
 
     def in_place(own_v, own_s, v, s, mask):
         preflash.merge_state_in_place(own_v, own_s, v, s, mask)
         return own_v * 2, own_s * 2
 
-    yield "merge_state", Call(lambda *t: preflash.merge_state(*t), halves, {"merge_state"})
-    yield "merge_states", Call(lambda v, s: preflash.merge_states(v, s), [v, s], {"merge_states"})
-    yield "in_place", Call(in_place, [*halves, mask], {"merge_state_in_place"}, (0, 1))
+    yield Call("merge_state", "merge_state", halves, lambda *t: preflash.merge_state(*t))
+    yield Call("merge_states", "merge_states", [v, s], lambda v, s: preflash.merge_states(v, s))
+    yield Call("in_place", "merge_state_in_place", masked, in_place, (0, 1))
 
 
-def masks(target) -> Iterator[tuple[str, Call]]:
+def masks(target) -> Iterator[Call]:
     bits = target.to(torch.rand(37, generator=torch.Generator().manual_seed(0)) < 0.5)
-    yield "packbits", Call(lambda x: preflash.packbits(x, bitorder="little"), [bits], {"packbits"})
-    indptr = torch.tensor([0, 9, 9, 37])
-    yield (
-        "segment_packbits",
-        Call(
-            lambda x, indptr: preflash.segment_packbits(x, indptr),
-            [bits, indptr],
-            {"segment_packbits"},
-        ),
+    segments, indptr = preflash.segment_packbits, torch.tensor([0, 9, 9, 37])
+    yield Call("packbits", "packbits", [bits], lambda x: preflash.packbits(x, bitorder="little"))
+    yield Call("segment_packbits", "segment_packbits", [bits, indptr], lambda *t: segments(*t))
+
+
+def pages(target) -> Iterator[Call]:
+    indptr, last, indices, appended, lengths = (
+        target.to(torch.tensor(numbers).int())
+        for numbers in ([0, 2, 3], [2, 3], [4, 1, 2], [0, 3, 4], [6, 3])
     )
-
-
-def pages(target) -> Iterator[tuple[str, Call]]:
+    positions = preflash.get_batch_indices_positions
     generator = torch.Generator().manual_seed(0)
-    indptr, last = target.to(torch.tensor([0, 2, 3]).int()), target.to(torch.tensor([2, 3]).int())
-    indices = target.to(torch.tensor([4, 1, 2]).int())
-    appended = target.to(torch.tensor([0, 3, 4]).int())
-    yield (
-        "seq_lens",
-        Call(lambda *t: preflash.get_seq_lens(*t, 4), [indptr, last], {"get_seq_lens"}),
-    )
-    lengths = target.to(torch.tensor([6, 3]).int())
-    yield (
-        "positions",
-        Call(
-            lambda *t: preflash.get_batch_indices_positions(*t, 6),
-            [appended, lengths],
-            {"get_batch_indices_positions"},
-        ),
-    )
     key, value, *caches = (
         target.to(torch.randn(shape, generator=generator))
         for shape in [(4, 2, 8)] * 2 + [(5, 4, 2, 8)] * 2
@@ -276,7 +201,7 @@ def pages(target) -> Iterator[tuple[str, Call]]:
 
     def append(key, value, cache, *table):
         page_lengths = preflash.get_seq_lens(table[1], table[2], 4)
-        places = preflash.get_batch_indices_positions(appended, page_lengths, 4)
+        places = positions(appended, page_lengths, 4)
         preflash.append_paged_kv_cache(key * 2, value, *places, cache, *table)
 
     def append_pair(key, value, k, v, *table):
@@ -291,25 +216,26 @@ def pages(target) -> Iterator[tuple[str, Call]]:
         append(key, value, whole, *table)
         return whole + 1
 
-    table = [indices, indptr, last]
-    operators = {"append_paged_kv_cache", "get_seq_lens", "get_batch_indices_positions"}
-    whole = torch.stack(caches, 1)
-    yield "append", Call(append_pair, [key, value, *caches, *table], operators, (2, 3))
-    yield "append_whole", Call(append_whole, [key, value, whole, *table], operators, (2,))
-    yield "append_halves", Call(append_halves, [key, value, whole, *table], operators, (2,))
+    table, whole = [indices, indptr, last], [key, value, torch.stack(caches, 1)]
+    of_append = "append_paged_kv_cache get_seq_lens get_batch_indices_positions"
+    lens = [appended, lengths]
+    yield Call("seq_lens", "get_seq_lens", [indptr, last], lambda *t: preflash.get_seq_lens(*t, 4))
+    yield Call("positions", "get_batch_indices_positions", lens, lambda *t: positions(*t, 6))
+    yield Call("append", of_append, [key, value, *caches, *table], append_pair, (2, 3))
+    yield Call("append_whole", of_append, [*whole, *table], append_whole, (2,))
+    yield Call("append_halves", of_append, [*whole, *table], append_halves, (2,))
 
 
 @functools.cache
 def calls_of(target) -> dict[str, Call]:
     """By name; made once."""
     kinds = (paged, ragged, single, other_wrappers, blocks, merges, masks, pages)
-    return {name: call for kind in kinds for name, call in kind(target)}
+    return {call.name: call for kind in kinds for call in kind(target)}
 
 
-# Every one of them.
 NAMES = [
     "paged", "window", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
-    "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
+    "ragged", "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
     "single", "single_lse", "single_mask", "single_into", "single_decode",
     "decode", "sink_wrapper", "cascade", "blocks", "block_sizes",
     "merge_state", "merge_states", "in_place",

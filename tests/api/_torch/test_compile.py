@@ -7,14 +7,7 @@ import re
 import preflash
 import pytest
 import torch
-from compiled_calls import (
-    NAMES,
-    RAGGED,
-    WHOLE,
-    assert_same,
-    calls_of,
-    planned,
-)
+from compiled_calls import NAMES, RAGGED, WHOLE, assert_same, calls_of, planned
 from preflash._check import torch_modes
 from preflash._torch import operators
 from preflash.testing import Case, MaskKind, build, reference, runner
@@ -46,6 +39,16 @@ class Operators(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+def check_compiled(call, times=2, **options):
+    """Compares a compiled call, its result and what it writes, with the ordinary call."""
+    compiled = torch.compile(call.function, fullgraph=True, **options)
+    for _ in range(times):
+        tensors, expected_tensors = call.fresh(), call.fresh()
+        with torch.no_grad():
+            assert_same(compiled(*tensors), call.function(*expected_tensors))
+        assert_same(tensors, expected_tensors)
+
+
 def operators_of(call):
     """Operators, with their arguments, that one compiled call of `call` runs."""
     graphs = []
@@ -54,10 +57,7 @@ def operators_of(call):
         graphs.append(Operators(graph))
         return graphs[-1].run
 
-    compiled = torch.compile(call.function, backend=backend, fullgraph=True)
-    tensors, expected_tensors = call.fresh(), call.fresh()
-    assert_same(compiled(*tensors), call.function(*expected_tensors))
-    assert_same(tensors, expected_tensors)
+    check_compiled(call, 1, backend=backend)
     (graph,) = graphs
     return graph.seen
 
@@ -81,22 +81,12 @@ def test_one_graph(target, name):
 @every_call
 def test_functionalized(target, name):
     """Compiles graphs without mutation, as compilers see them."""
-    call = calls_of(target)[name]
-    compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
-    for _ in range(2):
-        tensors, expected_tensors = call.fresh(), call.fresh()
-        with torch.no_grad():
-            assert_same(compiled(*tensors), call.function(*expected_tensors))
-        assert_same(tensors, expected_tensors)
+    check_compiled(calls_of(target)[name], backend="aot_eager")
 
 
 @pytest.mark.parametrize("name", ["paged", "into", "cascade", "append_halves", "packbits"])
 def test_inductor(target, name):
-    call = calls_of(target)[name]
-    compiled = torch.compile(call.function, fullgraph=True)
-    tensors, expected_tensors = call.fresh(), call.fresh()
-    assert_same(compiled(*tensors), call.function(*expected_tensors))
-    assert_same(tensors, expected_tensors)
+    check_compiled(calls_of(target)[name])
 
 
 # One call with each operator.
@@ -139,11 +129,10 @@ def test_a_torch_that_cannot_leave_them_out(monkeypatch):
     class OnGpu:
         is_cuda = True
 
+    options = {"causal": True, "pos_encoding_mode": "NONE", "window_left": -1}
     for refuse in (
         lambda: operators._run(None, "0", OnGpu(), None, None),
-        lambda: operators._forward(
-            None, "0", OnGpu(), None, None, causal=True, pos_encoding_mode="NONE", window_left=-1
-        ),
+        lambda: operators._forward(None, "0", OnGpu(), None, None, **options),
         lambda: operators._single_prefill(None, OnGpu(), None, None),
     ):
         with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
@@ -163,20 +152,22 @@ def compiled_layer(backend="aot_eager"):
     return torch.compile(layer, backend=counter, fullgraph=True), counter
 
 
-def dynamic(*tensors):
-    """The tensors, of as many tokens or pages as there may be."""
-    for t in tensors:
-        torch._dynamo.mark_dynamic(t, 0)
-    return tensors
-
-
-# As many queries in all; one request without keys, one without queries.
+# The same number of queries; one request without keys, one without queries.
 BATCHES = [((33, 5, 0), (40, 90, 7)), ((20, 18), (0, 17)), ((38,), (1,)), ((1,) * 38, (3,) * 38)]
 OTHER_BATCHES = [*BATCHES, ((50, 60), (80, 70)), ((2,), (900,))]
 
 
-def run_batches(target, batches, *, page_size, marked):
-    """Runs the batches one after another and checks each; returns the number of compilations."""
+@pytest.mark.parametrize(
+    ("batches", "marked", "compilations"),
+    [
+        (BATCHES, False, 1),  # a plan is seen and compiles nothing
+        (OTHER_BATCHES, True, 1),  # any number of tokens
+        (OTHER_BATCHES, False, 2),  # without a mark: for one token count, then for any
+    ],
+)
+@pytest.mark.parametrize("page_size", [0, 4], ids=["ragged", "paged"])
+def test_plans(target, page_size, batches, marked, compilations):
+    """Runs the batches one after another and checks each, and the number of compilations."""
     compiled, counter = compiled_layer()
     wrapper = None
     for i, (qo_lens, kv_lens) in enumerate(batches):
@@ -187,26 +178,12 @@ def run_batches(target, batches, *, page_size, marked):
             wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
         runner.plan(wrapper, inputs)
         q, k, v = inputs.q, *(inputs.cache if page_size else (inputs.k, inputs.v))
-        dynamic(k, v, *([q] if marked else []))
+        for t in (k, v, *([q] if marked else [])):  # as many tokens or pages as there may be
+            torch._dynamo.mark_dynamic(t, 0)
         kv = ((k, v),) if page_size else (k, v)
         out, lse = compiled(wrapper, q, *kv, return_lse=True)
         runner.compare(inputs, out, lse, reference(inputs)).check()
-    return counter.frame_count
-
-
-@pytest.mark.parametrize("page_size", [0, 4], ids=["ragged", "paged"])
-def test_a_plan_is_seen_and_compiles_nothing(target, page_size):
-    assert run_batches(target, BATCHES, page_size=page_size, marked=False) == 1
-
-
-@pytest.mark.parametrize("page_size", [0, 4], ids=["ragged", "paged"])
-def test_any_number_of_tokens(target, page_size):
-    assert run_batches(target, OTHER_BATCHES, page_size=page_size, marked=True) == 1
-
-
-def test_torch_finds_out_that_tokens_change(target):
-    """Without a mark torch compiles twice: for one token count, then for any."""
-    assert run_batches(target, OTHER_BATCHES, page_size=4, marked=False) == 2
+    assert counter.frame_count == compilations
 
 
 def test_other_dtypes_compile_again(target):
@@ -338,44 +315,24 @@ def test_causal_in_the_place_of_a_mask(target):
         single(q, q, q, True)
 
 
-@pytest.mark.parametrize("takes_reason", [True, False], ids=["torch 2.7", "torch 2.4"])
-def test_the_reason_of_a_graph_break(monkeypatch, takes_reason):
-    """torch.compiler.disable of torch 2.4 to 2.6 takes no reason."""
-    if takes_reason and not torch_modes._TAKES_REASON:
-        pytest.skip("this torch prints no reason")
-    if not takes_reason:
-        disable = torch.compiler.disable
-        older = lambda fn=None, recursive=True: disable(fn, recursive)  # noqa: E731
-        monkeypatch.setattr(torch.compiler, "disable", older)
-        monkeypatch.setattr(torch_modes, "_TAKES_REASON", False)
-
-    @torch_modes.not_compiled("it reads a file")
-    def call(x):
-        return x + 1
-
-    assert call(1) == 2
-    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-        torch.compile(lambda x: call(x * 1), backend="eager", fullgraph=True)(torch.ones(2))
-    assert ("reason: it reads a file" in str(caught.value)) == takes_reason
-
-
 def test_what_is_refused_is_refused_when_it_runs(target):
     """Errors are those of the ordinary call; a right call after them needs no other graph."""
     wrapper, inputs = planned(RAGGED, target)
-    k, v = inputs.k, inputs.v
-    compiled, counter = compiled_layer()
     unplanned = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
+    kv = (inputs.k, inputs.v)
+    compiled, counter = compiled_layer()
     with pytest.raises(ValueError, match=r"run\(\) before plan\(\)"):
-        compiled(unplanned, inputs.q, k, v)
+        compiled(unplanned, inputs.q, *kv)
     runner.plan(unplanned, inputs)
-    assert_same(compiled(unplanned, inputs.q, k, v), wrapper.run(inputs.q, k, v))
+    assert_same(compiled(unplanned, inputs.q, *kv), wrapper.run(inputs.q, *kv))
     assert counter.frame_count == 1
-    with pytest.raises(ValueError, match="q has shape"):
-        compiled(wrapper, inputs.q[:30], k, v)
-    with pytest.raises(TypeError, match=r"q is torch\.float16"):
-        compiled(wrapper, inputs.q.half(), k, v)
-    with pytest.raises(ValueError, match="out has strides"):
-        compiled(wrapper, inputs.q, k, v, out=k[:38, :1].expand(38, 4, 64))
+    for q, options, error, says in (
+        (inputs.q[:30], {}, ValueError, "q has shape"),
+        (inputs.q.half(), {}, TypeError, r"q is torch\.float16"),
+        (inputs.q, {"out": kv[0][:38, :1].expand(38, 4, 64)}, ValueError, "out has strides"),
+    ):
+        with pytest.raises(error, match=says):
+            compiled(wrapper, q, *kv, **options)
 
 
 def test_plan_is_no_part_of_a_graph(target):

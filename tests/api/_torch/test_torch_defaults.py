@@ -1,5 +1,5 @@
-"""torch's defaults of the caller (device, dtype, inference mode) reach nothing of ours: inputs,
-oracle and results are made under them and must still be right."""
+"""A caller's defaults of torch (device, dtype, inference mode) change no result: inputs, oracle and
+results are made under them."""
 
 import contextlib
 import math
@@ -9,6 +9,7 @@ import numpy
 import preflash
 import pytest
 import torch
+from planned_cases import planned
 from preflash.cli import check as self_test
 from preflash.cli.batches import Sample, batches
 from preflash.cli.machine import Place
@@ -18,34 +19,24 @@ HOST = {"dtype": torch.float32, "device": "cpu"}
 
 
 @contextlib.contextmanager
-def default_device(name):
-    before = torch.get_default_device()
-    torch.set_default_device(name)
+def default(device=None, dtype=None):
+    before = torch.get_default_device(), torch.get_default_dtype()
+    torch.set_default_device(device)
+    torch.set_default_dtype(dtype or before[1])
     try:
         yield
     finally:
-        torch.set_default_device(None if before.type == "cpu" else before)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+        torch.set_default_device(None if before[0].type == "cpu" else before[0])
+        torch.set_default_dtype(before[1])
 
 
 SURROUNDINGS = [
-    pytest.param(lambda: default_device("meta"), id="set_default_device_meta"),
+    pytest.param(lambda: default("meta"), id="set_default_device_meta"),
     pytest.param(lambda: torch.device("meta"), id="with_device_meta"),
-    pytest.param(
-        lambda: default_device("cuda"), id="set_default_device_cuda", marks=pytest.mark.gpu
-    ),
-    pytest.param(lambda: default_dtype(torch.float64), id="float64"),
-    pytest.param(lambda: default_dtype(torch.bfloat16), id="bfloat16"),
-    pytest.param(lambda: default_dtype(torch.float16), id="float16"),
+    pytest.param(lambda: default("cuda"), id="set_default_device_cuda", marks=pytest.mark.gpu),
+    pytest.param(lambda: default(dtype=torch.float64), id="float64"),
+    pytest.param(lambda: default(dtype=torch.bfloat16), id="bfloat16"),
+    pytest.param(lambda: default(dtype=torch.float16), id="float16"),
     pytest.param(torch.inference_mode, id="inference_mode"),
 ]
 
@@ -57,29 +48,15 @@ def surroundings(request):
 
 
 NAMES = [
-    "gqa4",
-    "zero_lengths",
-    "softcap",
-    "custom_u8",
-    "packed",
-    "very_negative",
-    "identical",
-    "seed_like",
-    "page1_flat",
-    "vllm_like_hnd",
-    "custom_paged",
-    "split",
-]
-CASES = [case for case in attention_cases.core() if case.name in NAMES]
+    "gqa4", "zero_lengths", "softcap", "custom_u8", "packed", "very_negative", "identical",
+    "seed_like", "page1_flat", "vllm_like_hnd", "custom_paged", "split",
+]  # fmt: skip
+CASES = {case.name: case for case in attention_cases.core()}
 
 
-def test_the_cases_are_there():
-    assert sorted(case.name for case in CASES) == sorted(NAMES)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_batch(surroundings, target, case):
-    runner.check(build(case, device=target.device), backend=target.backend)
+@pytest.mark.parametrize("name", NAMES)
+def test_batch(surroundings, target, name):
+    runner.check(build(CASES[name], device=target.device), backend=target.backend)
 
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED])
@@ -93,9 +70,7 @@ def test_single(surroundings, target, mask):
 
 def test_outputs_of_our_own(surroundings, target):
     case = Case("own", (33, 5), (40, 90), 4, 2, 64, dtype=torch.float16)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
+    inputs, wrapper = planned(case, target)
     out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
     assert out.dtype == torch.float16
     assert lse.dtype == torch.float32
@@ -121,14 +96,9 @@ def test_merges(surroundings, target):
     v = target.to(torch.randn(9, 3, 2, 64, generator=generator, **HOST))
     s = target.to(torch.randn(9, 3, 2, generator=generator, **HOST))
     s[0] = -math.inf
-    expected_v, expected_s = oracle.merge(v, s)
-    got_v, got_s = preflash.merge_states(v, s)
-    close(got_v, expected_v)
-    close(got_s, expected_s)
-    expected_v, expected_s = oracle.merge(v[:, :2], s[:, :2])
-    got_v, got_s = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
-    close(got_v, expected_v)
-    close(got_s, expected_s)
+    close(preflash.merge_states(v, s), oracle.merge(v, s))
+    got_v, got_s = got = preflash.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
+    close(got, oracle.merge(v[:, :2], s[:, :2]))
     own_v, own_s = v[:, 0].contiguous(), s[:, 0].contiguous()
     preflash.merge_state_in_place(own_v, own_s, v[:, 1], s[:, 1])
     assert torch.equal(own_v, got_v)
@@ -136,10 +106,11 @@ def test_merges(surroundings, target):
 
 
 def close(got, expected):
-    assert got.dtype == torch.float32
-    assert torch.equal(got.isinf(), expected.isinf())
-    error = (got.double() - expected).abs()[expected.isfinite()]
-    assert float(error.max()) <= 1e-5
+    for one, wanted in zip(got, expected, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one.isinf(), wanted.isinf())
+        error = (one.double() - wanted).abs()[wanted.isfinite()]
+        assert float(error.max()) <= 1e-5
 
 
 def test_self_test(surroundings):

@@ -11,7 +11,7 @@ from preflash.testing.oracle import Pipeline
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
 QUERIES = (1, 3, 2, 1, 4)  # of every sequence
-# What shares a prefix, level by level: (sequences of each node, its keys).
+# Nodes of each level: (the sequences that share the node, its keys).
 LEVELS = (
     (((0, 1, 2, 3, 4), 70),),
     (((0, 1, 2), 33), ((3, 4), 16)),
@@ -40,7 +40,7 @@ class Tree:
                     self.keys[i].append(self.cache[own, 0].flatten(0, 1)[:keys])
                     self.values[i].append(self.cache[own, 1].flatten(0, 1)[:keys])
                 last = keys - PAGE * (len(own) - 1)
-                self.cache[own[-1], :, last:] = float("nan")  # nobody's
+                self.cache[own[-1], :, last:] = float("nan")  # of no request
             table = (
                 indptr([sum(QUERIES[i] for i in sequences) for sequences, _ in level]),
                 indptr([len(own) for own in node_pages]),
@@ -62,12 +62,25 @@ class Tree:
         return whole.map(lambda t: t.to(self.q.device))
 
 
-def made(target, levels=LEVELS):
+ARGUMENTS = (HEADS, KV_HEADS, DIM, PAGE)
+BF16 = {"q_data_type": torch.bfloat16}
+
+
+def made(target, levels=LEVELS, **options):
+    """A tree and a wrapper planned for it; options: of plan()."""
     tree = Tree(target.device, levels)
     wrapper = preflash.MultiLevelCascadeAttentionWrapper(
         len(levels), runner.workspace(target.device), "NHD"
     )
+    wrapper.plan(*tree.tables, *ARGUMENTS, **{**BF16, **options})
     return tree, wrapper
+
+
+def check(wrapper, tree, pipeline=None):
+    """One run against the oracle; pipeline: by default full attention."""
+    pipeline = pipeline or Pipeline(SCALE)
+    out = wrapper.run(tree.q, tree.cache)
+    compare(out, None, tree.expected(pipeline), soft_cap=pipeline.soft_cap).check()
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -75,22 +88,21 @@ def made(target, levels=LEVELS):
 @pytest.mark.parametrize("soft_cap", [None, 20.0])
 def test_numbers(target, levels, causal, soft_cap):
     """With causal, a sequence's queries are its last tokens, which are on the last level."""
-    lowest = tuple(((i,), keys) for i, keys in enumerate((5, 40, 17, 1, 90)))
-    tree, wrapper = made(target, (*LEVELS[: levels - 1], lowest))
-    wrapper.plan(
-        *tree.tables, HEADS, KV_HEADS, DIM, PAGE, causal=causal, logits_soft_cap=soft_cap,
-        q_data_type=torch.bfloat16,
-    )  # fmt: skip
-    out = wrapper.run(tree.q, tree.cache)
-    pipeline = Pipeline(SCALE, causal, -1, soft_cap or 0.0)
-    compare(out, None, tree.expected(pipeline), soft_cap=soft_cap or 0.0).check()
+    levels = (*LEVELS[: levels - 1], LEVELS[-1])
+    tree, wrapper = made(target, levels, causal=causal, logits_soft_cap=soft_cap)
+    check(wrapper, tree, Pipeline(SCALE, causal, -1, soft_cap or 0.0))
+
+
+def test_one_level_takes_windows(target):
+    tree, wrapper = made(target, LEVELS[2:], window_left=9)
+    check(wrapper, tree, Pipeline(SCALE, False, 9))
 
 
 def test_plan_again_and_other_spellings(target):
-    tree, wrapper = made(target)
+    _, wrapper = made(target)
     for seed in (0, 5):
         tree = Tree(target.device, LEVELS, torch.float16, seed)
-        wrapper.begin_forward(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, sm_scale=0.2)
+        wrapper.begin_forward(*tree.tables, *ARGUMENTS, sm_scale=0.2)
         out = wrapper.forward(tree.q, tree.cache)
         wrapper.end_forward()
         compare(out, None, tree.expected(Pipeline(0.2))).check()
@@ -98,7 +110,6 @@ def test_plan_again_and_other_spellings(target):
 
 def test_padded_q(target):
     tree, wrapper = made(target)
-    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
     q = torch.cat([tree.q, poison((4, HEADS, DIM), torch.bfloat16, target.device)])
     out = wrapper.run(q, tree.cache)
     assert out.shape == q.shape
@@ -107,75 +118,25 @@ def test_padded_q(target):
 
 def test_own_workspaces(target):
     tree, wrapper = made(target)
-    wrapper.reset_workspace_buffer(
-        runner.workspace(target.device),
-        [runner.workspace(target.device, 1 << 20) for _ in LEVELS],
-    )
-    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    compare(wrapper.run(tree.q, tree.cache), None, tree.expected(Pipeline(SCALE))).check()
-
-
-def drop_last_query(tables):
-    tables[0][1] = tables[0][1].clone()
-    tables[0][1][-1] -= 1
-
-
-def drop_level(tables):
-    tables[2].pop()
-
-
-def spoil_last_level(tables):
-    tables[3][-1] = tables[3][-1] + PAGE
-
-
-REFUSED = {
-    "queries": (drop_last_query, {}, ValueError, r"qo_indptr_arr\[1\] goes from 0 to 10"),
-    "levels": (drop_level, {}, ValueError, "paged_kv_indices_arr has 2 tensors"),
-    "last_level": (spoil_last_level, {}, ValueError, "paged_kv_last_page_len"),
-    "window": (lambda _: None, {"window_left": 8}, NotImplementedError, "window_left=8"),
-    "alibi": (lambda _: None, {"pos_encoding_mode": "ALIBI"}, NotImplementedError, "ALIBI"),
-    "causal": (lambda _: None, {"causal": "yes"}, TypeError, "causal"),
-}
-
-
-@pytest.mark.parametrize("mistake", REFUSED.values(), ids=REFUSED)
-def test_a_refused_plan_changes_no_level(target, mistake):
-    spoil, options, error, match = mistake
-    tree, wrapper = made(target)
-    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    other = Tree(target.device, LEVELS, seed=1)
-    spoil(other.tables)
-    with pytest.raises(error, match=match):
-        wrapper.plan(
-            *other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16, **options
-        )
-    compare(wrapper.run(tree.q, tree.cache), None, tree.expected(Pipeline(SCALE))).check()
+    own = [runner.workspace(target.device, 1 << 20) for _ in LEVELS]
+    wrapper.reset_workspace_buffer(runner.workspace(target.device), own)
+    wrapper.plan(*tree.tables, *ARGUMENTS, **BF16)
+    check(wrapper, tree)
 
 
 def test_upper_bounds_of_a_level(target):
     """The own level of the requests is planned with full last pages, whose tail is NaN."""
     tree, wrapper = made(target)
-    tables = [list(arrays) for arrays in tree.tables]
-    own = [keys for _, keys in LEVELS[-1]]
-    tables[3][-1] = torch.full_like(tables[3][-1], PAGE)
-    lens = torch.tensor(own, dtype=torch.int32, device=target.device)
-    options = {"causal": True, "q_data_type": torch.bfloat16, "lengths_are_upper_bounds": True}
-    heads = (HEADS, KV_HEADS, DIM, PAGE)
-    wrapper.plan(*tables, *heads, **options, seq_lens_arr=[None, None, lens])
-    out = wrapper.run(tree.q, tree.cache)
-    compare(out, None, tree.expected(Pipeline(SCALE, causal=True))).check()
-    for wrong, match in ((None, "no seq_lens_arr"), ([None] * 3, "no seq_lens_arr")):
-        with pytest.raises(ValueError, match=match):
-            wrapper.plan(*tables, *heads, **options, seq_lens_arr=wrong)
-    with pytest.raises(TypeError, match="list of num_levels = 3 tensors or None"):
-        wrapper.plan(*tables, *heads, **options, seq_lens_arr=[lens])
+    tree.tables[3][-1] = torch.full_like(tree.tables[3][-1], PAGE)
+    lens = torch.tensor([keys for _, keys in LEVELS[-1]], dtype=torch.int32, device=target.device)
+    bounds = {"causal": True, "lengths_are_upper_bounds": True}
+    wrapper.plan(*tree.tables, *ARGUMENTS, **BF16, **bounds, seq_lens_arr=[None, None, lens])
+    check(wrapper, tree, Pipeline(SCALE, causal=True))
 
 
-def test_an_interrupted_plan_is_told(target, monkeypatch):
-    """No run merges levels of two batches."""
-    tree, wrapper = made(target)
-    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    wrapper.run(tree.q, tree.cache)
+def test_an_interrupted_plan(target, monkeypatch):
+    """No run merges levels of two batches, and the wrapper has no variant."""
+    _, wrapper = made(target)
     other = Tree(target.device, seed=3)
 
     def interrupt(plan, copy_in):
@@ -184,55 +145,84 @@ def test_an_interrupted_plan_is_told(target, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(wrapper._levels[-1], "_install", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            wrapper.plan(*other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+            wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
+    assert wrapper.variant is None
+    assert "not planned" in repr(wrapper)
     with pytest.raises(ValueError, match=r"did not come to its end: call plan\(\) again"):
-        wrapper.run(tree.q, tree.cache)
-    wrapper.plan(*other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    compare(wrapper.run(other.q, other.cache), None, other.expected(Pipeline(SCALE))).check()
+        wrapper.run(other.q, other.cache)
+    wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
+    check(wrapper, other)
 
 
 def test_a_copy_plans_for_itself(target):
     tree, wrapper = made(target)
-    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
     duplicate, other = copy.copy(wrapper), Tree(target.device, seed=3)
-    compare(duplicate.run(tree.q, tree.cache), None, tree.expected(Pipeline(SCALE))).check()
-    duplicate.plan(*other.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    for one, its in ((wrapper, tree), (duplicate, other)):
-        compare(one.run(its.q, its.cache), None, its.expected(Pipeline(SCALE))).check()
+    check(duplicate, tree)
+    duplicate.plan(*other.tables, *ARGUMENTS, **BF16)
+    check(wrapper, tree)
+    check(duplicate, other)
 
 
-def test_constructor_refusals(target):
-    work = runner.workspace(target.device)
-    make = preflash.MultiLevelCascadeAttentionWrapper
-    with pytest.raises(ValueError, match=r"=None with use_cuda_graph=True"):
-        make(2, work, "NHD", True)
-    with pytest.raises(ValueError, match="num_levels"):
-        make(0, work)
-    with pytest.raises(ValueError, match="qo_indptr_buf_arr has 1 tensors"):
-        make(2, work, qo_indptr_buf_arr=[work])
-    with pytest.raises(ValueError, match="before plan"):
-        make(2, work).run(work, work)
+# Refusals.
 
 
-def test_one_level_takes_windows(target):
-    tree, wrapper = made(target, LEVELS[2:])
-    wrapper.plan(
-        *tree.tables, HEADS, KV_HEADS, DIM, PAGE, window_left=9, q_data_type=torch.bfloat16
-    )
-    expected = tree.expected(Pipeline(SCALE, False, 9))
-    compare(wrapper.run(tree.q, tree.cache), None, expected).check()
+def other_plan(wrapper, device, at=0, change=lambda arrays: arrays, **options):
+    """plan() of another batch, of which the arrays of all levels at an index are changed."""
+    tables = list(Tree(device, LEVELS, seed=1).tables)
+    tables[at] = change(tables[at])
+    wrapper.plan(*tables, *ARGUMENTS, **BF16, **options)
 
 
-def test_a_refused_reset_changes_no_level(target):
+def one_query_less(arrays):
+    fewer = arrays[1].clone()
+    fewer[-1] -= 1
+    return [arrays[0], fewer, arrays[2]]
+
+
+def bounds(wrapper, device, lengths):
+    other_plan(wrapper, device, lengths_are_upper_bounds=True, seq_lens_arr=lengths)
+
+
+def reset(wrapper, device, last):
+    """reset_workspace_buffer() with two levels' buffers and last(buffers)."""
+    buffers = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(3)]
+    wrapper.reset_workspace_buffer(buffers[2], [*buffers[:2], last(buffers)])
+
+
+def make(device, *arguments):
+    work = runner.workspace(device)
+    wrapper = preflash.MultiLevelCascadeAttentionWrapper(arguments[0], work, *arguments[1:])
+    wrapper.run(work, work)
+
+
+REFUSED = {
+    "queries": (lambda *to: other_plan(*to, 0, one_query_less), ValueError,
+        r"qo_indptr_arr\[1\] goes from 0 to 10"),
+    "levels": (lambda *to: other_plan(*to, 2, lambda arrays: arrays[:-1]), ValueError,
+        "paged_kv_indices_arr has 2 tensors"),
+    "last_level": (lambda *to: other_plan(*to, 3, lambda arrays: [*arrays[:-1], arrays[-1] + PAGE]),
+        ValueError, "paged_kv_last_page_len"),
+    "window": (lambda *to: other_plan(*to, window_left=8), NotImplementedError, "window_left=8"),
+    "alibi": (lambda *to: other_plan(*to, pos_encoding_mode="ALIBI"), NotImplementedError, "ALIBI"),
+    "causal": (lambda *to: other_plan(*to, causal="yes"), TypeError, "causal"),
+    "no_lengths": (lambda *to: bounds(*to, None), ValueError, "no seq_lens_arr"),
+    "no_length": (lambda *to: bounds(*to, [None] * 3), ValueError, "no seq_lens_arr"),
+    "lengths": (lambda *to: bounds(*to, [1]), TypeError, "list of num_levels = 3 tensors or None"),
+    "small": (lambda *to: reset(*to, lambda buffers: buffers[0].new_empty(16)), ValueError,
+        "int_workspace_buffer has 16 bytes"),
+    "shared": (lambda *to: reset(*to, lambda buffers: buffers[0]), ValueError,
+        r"buffers\[2\] shares memory with .*buffers\[0\]"),
+    "graph": (lambda _, device: make(device, 2, "NHD", True), ValueError, "=None with use_cuda_gr"),
+    "no_level": (lambda _, device: make(device, 0), ValueError, "num_levels"),
+    "buffers": (lambda _, device: make(device, 2, "NHD", False, [torch.empty(1)]), ValueError,
+        "qo_indptr_buf_arr has 1 tensors"),
+    "unplanned": (lambda _, device: make(device, 2), ValueError, "before plan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_changes_no_level(target, call, error, says):
     tree, wrapper = made(target)
-    wrapper.plan(*tree.tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-    before = [level._plan for level in wrapper._levels]
-    big, small = (
-        torch.empty(size, dtype=torch.uint8, device=target.device) for size in (1 << 20, 16)
-    )
-    buffers = [big.clone() for _ in before[1:]]
-    with pytest.raises(ValueError, match="int_workspace_buffer has 16 bytes"):
-        wrapper.reset_workspace_buffer(big, [*buffers, small])
-    with pytest.raises(ValueError, match=r"buffers\[2\] shares memory with .*buffers\[0\]"):
-        wrapper.reset_workspace_buffer(big, [*buffers, buffers[0]])
-    assert all(a is b._plan for a, b in zip(before, wrapper._levels, strict=True))
+    with pytest.raises(error, match=says):
+        call(wrapper, target.device)
+    check(wrapper, tree)

@@ -7,6 +7,7 @@ import inspect
 import preflash
 import pytest
 import torch
+from planned_cases import check_run
 from preflash.testing import Case, KvForm, Sinks, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 
@@ -25,8 +26,16 @@ def arrays(inputs) -> tuple:
 
 
 def made(case, target, **options):
+    """Inputs and a wrapper without a plan; options: of the constructor."""
     inputs = build(case, device=target.device)
-    wrapper = Wrapper(runner.workspace(target.device), case.layout, **options)
+    return inputs, Wrapper(runner.workspace(target.device), case.layout, **options)
+
+
+def check_plan(case, target, *positional, **options):
+    """plan() of a new wrapper and a run against the oracle; returns the wrapper."""
+    inputs, wrapper = made(case, target)
+    wrapper.plan(*arrays(inputs), *positional, **options)
+    check_run(inputs, wrapper)
     return inputs, wrapper
 
 
@@ -39,8 +48,7 @@ def test_batch(target, case, tensor_cores):
     assert wrapper.use_tensor_cores is tensor_cores
     wrapper.plan(*arrays(inputs), q_data_type=case.dtype)
     assert wrapper._causal is False
-    result = runner.run(wrapper, inputs)
-    runner.compare(inputs, *result).check()
+    result = check_run(inputs, wrapper)
     out, lse = wrapper.run_return_lse(inputs.q, inputs.cache)
     assert torch.equal(out, result[0])
     assert torch.equal(lse, result[1])
@@ -49,64 +57,36 @@ def test_batch(target, case, tensor_cores):
 def test_every_option(target):
     case = dataclasses.replace(CASE, sinks=Sinks.ORDINARY)
     inputs, wrapper = made(case, target)
+    seq_lens = torch.tensor(KV_LENS, dtype=torch.int32)
+    dtypes = (case.dtype, case.dtype, None)
     wrapper.plan(
-        *arrays(inputs),
-        "NONE",
-        40,
-        25.0,
-        case.dtype,
-        case.dtype,
-        None,
-        0.2,
-        None,
-        None,
-        True,
-        None,
-        torch.tensor(KV_LENS, dtype=torch.int32),
-        64,
-        False,
+        *arrays(inputs), "NONE", 40, 25.0, *dtypes, 0.2, None, None, True, None, seq_lens, 64, False
     )
     out, lse = runner.run(wrapper, inputs, q_scale=0.5, k_scale=2.0, v_scale=3.0, enable_pdl=True)
     pipeline = Pipeline(0.2, False, 40, 25.0, out_scale=3.0, sinks=inputs.sinks)
     compare(out, lse, reference(inputs, pipeline=pipeline), soft_cap=25.0).check()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data_type": torch.bfloat16},
-        {"data_type": torch.bfloat16, "q_data_type": None},
-        {"data_type": "bfloat16", "q_data_type": torch.bfloat16},
-        {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16},
-    ],
-    ids=str,
-)
-def test_data_types(target, options):
-    inputs, wrapper = made(CASE, target)
-    wrapper.plan(*arrays(inputs), **options)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+# Dtypes of q and of the cache, and the options of plan() that name them; float16 by default.
+DATA_TYPES = [
+    (BF16, BF16, {"data_type": BF16}),
+    (BF16, BF16, {"data_type": BF16, "q_data_type": None}),
+    (BF16, BF16, {"data_type": "bfloat16", "q_data_type": BF16}),
+    (BF16, BF16, {"q_data_type": BF16, "kv_data_type": BF16}),
+    (BF16, BF16, {"q_data_type": BF16, "kv_data_type": BF16, "data_type": "bfloat16"}),
+    (F16, E5M2, {"data_type": "float8_e5m2"}),  # an 8-bit data_type is the cache's
+    (F16, E5M2, {"data_type": "float8_e5m2", "q_data_type": "float16"}),
+    (E4M3, E4M3, {"data_type": E4M3, "q_data_type": None}),
+    (F16, F16, {"q_data_type": None}),
+    (BF16, BF16, {"q_data_type": BF16, "o_data_type": BF16, "q_len_per_req": 1}),
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"q_data_type": "float16"}], ids=str)
-def test_data_type_of_8_bits_is_that_of_the_cache(target, options):
-    case = dataclasses.replace(CASE, dtype=torch.float16, kv_dtype=torch.float8_e5m2)
-    inputs, wrapper = made(case, target)
-    wrapper.plan(*arrays(inputs), data_type="float8_e5m2", **options)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_fp8_queries(target):
-    case = dataclasses.replace(CASE, dtype=torch.float8_e4m3fn, head_scales=True)
-    inputs, wrapper = made(case, target)
-    wrapper.plan(*arrays(inputs), data_type=case.dtype, q_data_type=None)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_float16_by_default(target):
-    case = dataclasses.replace(CASE, dtype=torch.float16)
-    inputs, wrapper = made(case, target)
-    wrapper.plan(*arrays(inputs), q_data_type=None)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+@pytest.mark.parametrize(("q", "kv", "options"), DATA_TYPES, ids=str)
+def test_data_types(target, q, kv, options):
+    case = dataclasses.replace(CASE, dtype=q, kv_dtype=kv, head_scales=q is E4M3)
+    check_plan(case, target, **options)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -149,20 +129,6 @@ def test_newer_order(target, data_type):
             compare(*result, expected, soft_cap=25.0).check()
 
 
-def test_newer_keywords(target):
-    inputs, wrapper = made(CASE, target)
-    newer = {"q_data_type": CASE.dtype, "o_data_type": CASE.dtype, "q_len_per_req": 1}
-    wrapper.plan(*arrays(inputs), **newer)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    preflash.fast_decode_plan(wrapper, *arrays(inputs), q_data_type=CASE.dtype, q_len_per_req=1)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    with pytest.raises(NotImplementedError, match="o_data_type"):
-        wrapper.plan(*arrays(inputs), **{**newer, "o_data_type": torch.float8_e4m3fn})
-    with pytest.raises(ValueError, match="q_len_per_req"):
-        wrapper.plan(*arrays(inputs), **{**newer, "q_len_per_req": 0})
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
 def test_fast_decode_plan_in_either_positional_order(target):
     """global_override_indptr_cpu was last but for q_len_per_req, which now precedes it."""
     inputs, wrapper = made(CASE, target)
@@ -171,67 +137,77 @@ def test_fast_decode_plan_in_either_positional_order(target):
     plan = (other, *rest, "NONE", -1, None, CASE.dtype, None, None, None, None, None, True, None)
     for last in ((indptr.cpu(),), (1, indptr.cpu())):
         preflash.fast_decode_plan(wrapper, *plan, False, *last)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        check_run(inputs, wrapper)
+    preflash.fast_decode_plan(wrapper, *arrays(inputs), q_data_type=CASE.dtype, q_len_per_req=1)
+    check_run(inputs, wrapper)
 
 
-def test_stride_variants_and_resolved_backend(target):
+def test_resolved_backend(target):
     _, wrapper = made(CASE, target)
     wrapper.prewarm_paged_kv_stride_variant()
-    with pytest.raises(ValueError, match="variant='shared'"):
-        wrapper.prewarm_paged_kv_stride_variant("shared")
-    runner_inputs, wrapper = made(CASE, target)
-    wrapper.plan(*arrays(runner_inputs), q_data_type=CASE.dtype)
+    _, wrapper = check_plan(CASE, target, q_data_type=CASE.dtype)
     assert wrapper.resolved_backend == wrapper._backend != "auto"
-
-
-def test_sinks_as_an_attribute_are_not_lost(target):
-    _, wrapper = made(CASE, target)
-    wrapper._sinks = None
-    assert wrapper._sinks is None
-    with pytest.raises(NotImplementedError, match="sinks="):
-        wrapper._sinks = torch.zeros(CASE.num_qo_heads)
 
 
 def test_workspace_size(target):
     inputs, wrapper = made(CASE, target)
-    float_bytes, int_bytes = wrapper.workspace_size(*arrays(inputs), q_data_type=CASE.dtype)
-    wrapper.reset_workspace_buffer(
-        runner.workspace(target.device, float_bytes), runner.workspace(target.device, int_bytes)
-    )
+    sizes = wrapper.workspace_size(*arrays(inputs), q_data_type=CASE.dtype)
+    wrapper.reset_workspace_buffer(*(runner.workspace(target.device, size) for size in sizes))
     wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(inputs, wrapper)
 
 
-def test_refusals(target):
-    inputs, wrapper = made(CASE, target)
-    work = runner.workspace(target.device)
-    with pytest.raises(TypeError, match="use_tensor_cores"):
-        Wrapper(work, use_tensor_cores="yes")
-    with pytest.raises(ValueError, match=r"=None with use_cuda_graph=True"):
-        Wrapper(work, use_cuda_graph=True)
-    with pytest.raises(TypeError, match=r"^use_cuda_graph must be True or False"):
-        Wrapper(work, use_cuda_graph=inputs.last_page_len)
-    with pytest.raises(NotImplementedError, match="jit_args"):
-        Wrapper(work, jit_args=["uri"])
-    with pytest.raises(ValueError, match=r"paged_kv_indptr_buf has 5 elements; must have 6"):
-        preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-            work, inputs.kv_indptr[:-1], inputs.indices, inputs.last_page_len
+BOTH_TYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+F8_OUT = {**BOTH_TYPES, "o_data_type": torch.float8_e4m3fn}
+GraphWrapper = preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+# Calls of a planned wrapper with its inputs x, or of constructors with a workspace.
+REFUSED = [
+    (lambda _, x, work: Wrapper(work, use_tensor_cores="yes"), TypeError, "use_tensor_cores"),
+    (lambda _, x, work: Wrapper(work, use_cuda_graph=True), ValueError,
+     "=None with use_cuda_graph"),
+    (lambda _, x, work: Wrapper(work, use_cuda_graph=x.last_page_len), TypeError,
+     "^use_cuda_graph must be True or False"),
+    (lambda _, x, work: Wrapper(work, jit_args=["uri"]), NotImplementedError, "jit_args"),
+    (lambda _, x, work: GraphWrapper(work, x.kv_indptr[:-1], x.indices, x.last_page_len),
+     ValueError, "paged_kv_indptr_buf has 5 elements; must have 6"),
+    (lambda _, x, work: Wrapper(work).run(x.q, x.cache), ValueError, "before plan"),
+    (lambda w, x, _: w.plan(x.kv_indptr[:-1], *arrays(x)[1:], **BOTH_TYPES), ValueError,
+     "^indptr has 5 elements and last_page_len 5"),
+    (lambda w, x, _: w.plan(None, *arrays(x)[1:], **BOTH_TYPES), TypeError,
+     "^indptr must be a torch.Tensor"),
+    (lambda w, x, _: w.plan(*arrays(x), **F8_OUT), NotImplementedError, "o_data_type"),
+    (lambda w, x, _: w.plan(*arrays(x), q_len_per_req=0), ValueError, "q_len_per_req"),
+    (lambda w, x, _: w.plan(*arrays(x), **BOTH_TYPES, data_type=torch.float16), ValueError,
+     r"data_type=torch\.float16"),
+    (lambda w, x, _: w.run(x.q, x.cache, q_len_per_req=0), ValueError, "q_len_per_req=0"),
+    (lambda w, x, _: w.run(x.q, x.cache, 0.5), TypeError, r"run\(\) got"),
+    *(
+        (
+            lambda w, x, _, name=name: w.run(x.q, x.cache, **{name: 1}),
+            TypeError,
+            rf"BatchDecode\w+\.run\(\) got .*'{name}",
         )
-    with pytest.raises(ValueError, match="before plan"):
-        wrapper.run(inputs.q, inputs.cache)
-    with pytest.raises(ValueError, match=r"^indptr has 5 elements and last_page_len 5"):
-        wrapper.plan(inputs.kv_indptr[:-1], *arrays(inputs)[1:], q_data_type=CASE.dtype)
-    with pytest.raises(TypeError, match=r"^indptr must be a torch.Tensor"):
-        wrapper.plan(None, *arrays(inputs)[1:], q_data_type=CASE.dtype)
-    wrapper.plan(*arrays(inputs), q_data_type=CASE.dtype)
-    with pytest.raises(ValueError, match="q_len_per_req=0"):
-        wrapper.run(inputs.q, inputs.cache, q_len_per_req=0)
-    with pytest.raises(TypeError, match=r"run\(\) got"):
-        wrapper.run(inputs.q, inputs.cache, 0.5)
-    for name in ("foo", "k", "args"):
-        with pytest.raises(TypeError, match=r"BatchDecode\w+\.run\(\) got .*'" + name):
-            wrapper.run(inputs.q, inputs.cache, **{name: 1})
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        for name in ("foo", "k", "args")
+    ),
+    (lambda w, x, _: w.prewarm_paged_kv_stride_variant("shared"), ValueError, "variant='shared'"),
+    (  # sinks as an attribute are not dropped in silence
+        lambda w, x, _: setattr(w, "_sinks", torch.zeros(CASE.num_qo_heads)),
+        NotImplementedError,
+        "sinks=",
+    ),
+    (lambda _, x, work: preflash.single_decode_with_kv_cache(x.q, x.k[0], x.v[0]), ValueError,
+     r"q has shape \(5, 8, 128\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "says"), REFUSED)
+def test_refusals(target, call, error, says):
+    inputs, wrapper = check_plan(CASE, target, **BOTH_TYPES)
+    wrapper._sinks = None
+    with pytest.raises(error, match=says):
+        call(wrapper, inputs, runner.workspace(target.device))
+    assert wrapper._sinks is None
+    check_run(inputs, wrapper)
 
 
 SINGLE = Case("single", (1,), (300,), 8, 2, 128)
@@ -255,55 +231,18 @@ def test_single(target, layout, return_lse):
     compare(out[None], lse if lse is None else lse[None], expected, soft_cap=15.0).check()
 
 
-def test_single_refuses_more_than_one_query(target):
-    inputs = build(SINGLE, device=target.device)
-    with pytest.raises(ValueError, match=r"q has shape \(1, 8, 128\)"):
-        preflash.single_decode_with_kv_cache(inputs.q, inputs.k, inputs.v)
-
-
-NONE = None
-PLAN = {
-    "indptr": inspect.Parameter.empty,
-    "indices": inspect.Parameter.empty,
-    "last_page_len": inspect.Parameter.empty,
-    "num_qo_heads": inspect.Parameter.empty,
-    "num_kv_heads": inspect.Parameter.empty,
-    "head_dim": inspect.Parameter.empty,
-    "page_size": inspect.Parameter.empty,
-    "pos_encoding_mode": "NONE",
-    "window_left": -1,
-    "logits_soft_cap": NONE,
-    "q_data_type": "float16",
-    "kv_data_type": NONE,
-    "data_type": NONE,
-    "sm_scale": NONE,
-    "rope_scale": NONE,
-    "rope_theta": NONE,
-    "non_blocking": True,
-    "block_tables": NONE,
-    "seq_lens": NONE,
-    "fixed_split_size": NONE,
-    "disable_split_kv": False,
-    "o_data_type": NONE,
-    "batch_invariant": False,
-    "lengths_are_upper_bounds": False,
-    "q_len_per_req": 1,
-}
+SIGNATURE = (
+    "(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, "
+    "pos_encoding_mode='NONE', window_left=-1, logits_soft_cap=None, q_data_type='float16', "
+    "kv_data_type=None, data_type=None, sm_scale=None, rope_scale=None, rope_theta=None, "
+    "non_blocking=True, block_tables=None, seq_lens=None, fixed_split_size=None, "
+    "disable_split_kv=False, *, o_data_type=None, batch_invariant=False, "
+    "lengths_are_upper_bounds=False, q_len_per_req=1)"
+)
 
 
 @pytest.mark.parametrize("name", ["plan", "begin_forward", "workspace_size"])
 def test_signature(name):
-    parameters = list(inspect.signature(getattr(Wrapper, name)).parameters.values())[1:]
-    assert {p.name: p.default for p in parameters} == PLAN
-    by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    assert by_name == list(PLAN)[-4:]
-    assert [p.name for p in parameters] == list(PLAN)
-    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[: -len(by_name)])
-
-
-def test_a_data_type_that_nothing_would_have_is_refused(target):
-    inputs, wrapper = made(CASE, target)
-    both = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    wrapper.plan(*arrays(inputs), **both, data_type="bfloat16")
-    with pytest.raises(ValueError, match=r"data_type=torch\.float16"):
-        wrapper.plan(*arrays(inputs), **both, data_type=torch.float16)
+    _, *parameters = inspect.signature(getattr(Wrapper, name)).parameters.values()
+    plain = [p.replace(annotation=p.empty) for p in parameters]
+    assert str(inspect.Signature(plain)) == SIGNATURE

@@ -10,34 +10,38 @@ import torch
 from preflash.testing import Case, MaskKind, build, comparison, runner
 
 MIXED = Case(
-    "mixed",
-    (1, 9, 1, 0, 33),
-    (30, 9, 77, 5, 40),
-    4,
-    2,
-    64,
-    dtype=torch.float16,
-    mask=MaskKind.CAUSAL,
-    page_size=8,
-)
+    "mixed", (1, 9, 1, 0, 33), (30, 9, 77, 5, 40), 4, 2, 64, dtype=torch.float16,
+    mask=MaskKind.CAUSAL, page_size=8,
+)  # fmt: skip
+EITHER = (NotImplementedError, ValueError)
+F16 = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
 
 
 def lengths(inputs) -> torch.Tensor:
     return torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
 
 
-def plan(wrapper, inputs, **options):
+def made(target, case=MIXED):
+    """Inputs and an unplanned BatchAttention."""
+    inputs = build(case, device=target.device)
+    return inputs, preflash.BatchAttention(case.layout, target.device, backend=target.backend)
+
+
+def plan(wrapper, inputs, tables=(), **options):
+    """tables: {index: array} instead of those of the inputs."""
     case = inputs.case
+    arrays = [inputs.qo_indptr, inputs.kv_indptr, inputs.indices, lengths(inputs)]
+    for at, array in dict(tables).items():
+        arrays[at] = array
     usual = {
         "causal": case.mask is MaskKind.CAUSAL,
-        "sm_scale": case.sm_scale,
+        "sm_scale": case.scale,
         "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
         "kv_data_type": case.dtype_kv or case.dtype,
     }
-    tables = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, lengths(inputs))
     sizes = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.dim_vo, case.page_size)
-    wrapper.plan(*tables, *sizes, **{**usual, **options})
+    wrapper.plan(*arrays, *sizes, **{**usual, **options})
 
 
 @pytest.mark.parametrize(
@@ -52,8 +56,7 @@ def plan(wrapper, inputs, **options):
 )
 def test_batch_attention(target, changes):
     case = dataclasses.replace(MIXED, **changes)
-    inputs = build(case, device=target.device)
-    wrapper = preflash.BatchAttention(case.layout, target.device, backend=target.backend)
+    inputs, wrapper = made(target, case)
     plan(wrapper, inputs)
     shape = inputs.q.shape
     out = comparison.poison(shape, case.dtype, inputs.q.device)
@@ -66,49 +69,60 @@ def test_batch_attention(target, changes):
 
 
 def test_pages_behind_the_keys_are_not_read(target):
-    inputs = build(MIXED, device=target.device)
+    inputs, wrapper = made(target)
     at, pages = [0], []
     for request, kv_len in enumerate(MIXED.kv_lens):
         own = inputs.indices[inputs.kv_indptr[request] : inputs.kv_indptr[request + 1]].cpu()
         assert own.numel() == -(-kv_len // 8)
         pages += [*own.tolist(), *[10**6] * request]
         at.append(len(pages))
-    wrapper = preflash.BatchAttention("NHD", target.device, backend=target.backend)
-    wrapper.plan(
-        inputs.qo_indptr, torch.tensor(at, dtype=torch.int32),
-        torch.tensor(pages, dtype=torch.int32), lengths(inputs).to(target.device), 4, 2, 64, 64, 8,
-        True, q_data_type=torch.float16, kv_data_type=torch.float16,
-        sm_scale=MIXED.scale,
-    )  # fmt: skip
+    arrays = {1: torch.tensor(at).int(), 2: torch.tensor(pages).int()}
+    plan(wrapper, inputs, {**arrays, 3: lengths(inputs).to(target.device)})
     runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache)).check()
 
 
-def test_batch_attention_refuses(target):
-    inputs = build(MIXED, device=target.device)
-    wrapper = preflash.BatchAttention("NHD", target.device, backend=target.backend)
-    with pytest.raises(ValueError, match="before plan"):
-        wrapper.run(inputs.q, inputs.cache)
-    with pytest.raises(NotImplementedError, match="use_profiler"):
-        plan(wrapper, inputs, use_profiler=True)
+def with_length(inputs, request, length):
+    changed = lengths(inputs)
+    changed[request] = length
+    return changed
+
+
+# Calls of a planned wrapper with its inputs, and of one without a plan.
+REFUSED = [
+    (lambda w, x, new: new.run(x.q, x.cache), ValueError, "before plan"),
+    (lambda w, x, _: plan(w, x, use_profiler=True), NotImplementedError, "use_profiler"),
+    (lambda w, x, _: w.run(x.q, x.cache, logits_soft_cap=3.0), ValueError, "logits_soft_cap"),
+    (lambda w, x, _: w.run(x.q, x.cache, profiler_buffer=x.q), NotImplementedError,
+     "profiler_buffer"),
+    *(
+        (
+            lambda w, x, _, longest=longest: plan(w, x, {3: with_length(x, 1, longest)}),
+            ValueError,
+            rf"kv_len_arr\[1\] = {longest}",
+        )
+        for longest in (9 + 100, 2**31 - 1)
+    ),
+    *(
+        (
+            lambda w, x, _, change=change, length=length: plan(
+                w, x, {1: change(x.kv_indptr.cpu()), 3: with_length(x, 0, length)}
+            ),
+            ValueError,
+            "kv_indptr goes from",
+        )
+        for change in (lambda t: t - 1, lambda t: t + 1, lambda t: t.flip(0))
+        for length in (MIXED.kv_lens[0], 0)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "says"), REFUSED)
+def test_batch_attention_refuses(target, call, error, says):
+    (inputs, wrapper), (_, new) = made(target), made(target)
     plan(wrapper, inputs)
-    with pytest.raises(ValueError, match="logits_soft_cap"):
-        wrapper.run(inputs.q, inputs.cache, logits_soft_cap=3.0)
-    with pytest.raises(NotImplementedError, match="profiler_buffer"):
-        wrapper.run(inputs.q, inputs.cache, profiler_buffer=inputs.q)
-    table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices)
-    sizes = (4, 2, 64, 64, 8)
-    for longest, text in ((9 + 100, 109), (2**31 - 1, 2**31 - 1)):
-        longer = lengths(inputs)
-        longer[1] = longest
-        with pytest.raises(ValueError, match=rf"kv_len_arr\[1\] = {text}"):
-            wrapper.plan(*table, longer, *sizes)
-    indptr = inputs.kv_indptr.cpu()
-    shorter = lengths(inputs)
-    shorter[0] = 0
-    for wrong in (indptr - 1, indptr + 1, indptr.flip(0)):
-        for given in (lengths(inputs), shorter):
-            with pytest.raises(ValueError, match="kv_indptr goes from"):
-                wrapper.plan(inputs.qo_indptr, wrong, inputs.indices, given, *sizes)
+    with pytest.raises(error, match=says):
+        call(wrapper, inputs, new)
+    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache)).check()
 
 
 # Ranges.
@@ -148,18 +162,21 @@ def expected(target, causal_window=-1, range_window=-1):
 
 def ranges_wrapper(target, **options):
     return preflash.BatchPrefillWithCausalBidirectionalRangesWrapper(
-        runner.workspace(target.device), q_data_type=torch.float16, kv_data_type=torch.float16,
-        head_dim_qk=64, head_dim_vo=64, backend=target.backend, **options,
+        runner.workspace(target.device), **F16, head_dim_qk=64, head_dim_vo=64,
+        backend=target.backend, **options,
     )  # fmt: skip
+
+
+def plan_ranges(wrapper, inputs, arrays=(), **options):
+    """arrays: instead of qo_indptr, kv_indptr and last_page_len."""
+    qo, kv, last = arrays or (inputs.qo_indptr, inputs.kv_indptr, inputs.last_page_len)
+    options = {"head_dim_qk": 64, "page_size": 8, "sm_scale": MIXED.scale, **options}
+    wrapper.plan(qo, kv, inputs.indices, last, 4, 2, **options)
 
 
 def ranges_planned(target):
-    inputs = expected(target)
-    wrapper = ranges_wrapper(target)
-    wrapper.plan(
-        inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len, 4, 2, 64, 8,
-        sm_scale=MIXED.scale,
-    )  # fmt: skip
+    inputs, wrapper = expected(target), ranges_wrapper(target)
+    plan_ranges(wrapper, inputs)
     return inputs, wrapper
 
 
@@ -190,43 +207,38 @@ def test_ranges_that_change_between_runs(target):
 
 def test_arrays_that_change_after_plan(target):
     inputs, wrapper = expected(target), ranges_wrapper(target)
-    arrays = [
-        array.to(target.device, copy=True)
-        for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.last_page_len)
-    ]
-    wrapper.plan(arrays[0], arrays[1], inputs.indices, arrays[2], 4, 2, 64, 8, sm_scale=MIXED.scale)
+    arrays = (inputs.qo_indptr, inputs.kv_indptr, inputs.last_page_len)
+    arrays = [array.to(target.device, copy=True) for array in arrays]
+    plan_ranges(wrapper, inputs, arrays)
     for array in arrays:
         array.fill_(1)
     out, lse = wrapper.run(inputs.q, inputs.cache, ranges_of(inputs), return_lse=True)
     runner.compare(inputs, out, lse).check()
 
 
-REFUSED = {
-    "causal": {"causal": True},
-    "custom_mask": {"custom_mask": torch.ones(3)},
-    "window_left": {"window_left": 3},
-    "logits_soft_cap": {"logits_soft_cap": 3.0},
-    "head_dim_qk": {"head_dim_qk": 128},
-    "q_data_type": {"q_data_type": torch.bfloat16},
-    "prefix_len_ptr": {"prefix_len_ptr": torch.ones(3)},
-}
+RANGES_REFUSED = [
+    *(
+        (lambda _, w, x, options=options: plan_ranges(w, x, **options), EITHER, next(iter(options)))
+        for options in (
+            {"causal": True},
+            {"custom_mask": torch.ones(3)},
+            {"window_left": 3},
+            {"logits_soft_cap": 3.0},
+            {"head_dim_qk": 128},
+            {"q_data_type": torch.bfloat16},
+            {"prefix_len_ptr": torch.ones(3)},
+        )
+    ),
+    (lambda _, w, x: w.run(x.q, x.cache, ranges_of(x).long()), TypeError,
+     r"bidirectional_ranges is torch\.int64"),
+    (lambda _, w, x: w.run(x.q, x.cache, ranges_of(x)[1:]), ValueError, "rows of q"),
+    (lambda to, *_: ranges_wrapper(to, use_cuda_graph=True), NotImplementedError, "use_cuda_graph"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), REFUSED.items(), ids=REFUSED)
-def test_ranges_refuse(target, name, options):
+@pytest.mark.parametrize(("call", "error", "says"), RANGES_REFUSED)
+def test_ranges_refuse(target, call, error, says):
     inputs, wrapper = ranges_planned(target)
-    table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len, 4, 2)
-    with pytest.raises((NotImplementedError, ValueError), match=name):
-        wrapper.plan(*table, **{"head_dim_qk": 64, "page_size": 8, **options})
+    with pytest.raises(error, match=says):
+        call(target, wrapper, inputs)
     runner.compare(inputs, wrapper.run(inputs.q, inputs.cache, ranges_of(inputs)), None).check()
-
-
-def test_ranges_refuse_in_run(target):
-    inputs, wrapper = ranges_planned(target)
-    ranges = ranges_of(inputs)
-    with pytest.raises(TypeError, match=r"bidirectional_ranges is torch\.int64"):
-        wrapper.run(inputs.q, inputs.cache, ranges.long())
-    with pytest.raises(ValueError, match="rows of q"):
-        wrapper.run(inputs.q, inputs.cache, ranges[1:])
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
-        ranges_wrapper(target, use_cuda_graph=True)

@@ -1,6 +1,7 @@
 """BatchAttentionWithAttentionSinkWrapper: sinks and sm_scale come with run(), by position."""
 
 import dataclasses
+import math
 
 import preflash
 import pytest
@@ -27,11 +28,13 @@ def made(target, case=CASE, **options):
 
 @pytest.mark.parametrize("split", [None, 32])
 @pytest.mark.parametrize("window", [-1, 20])
-def test_run(target, window, split):
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_run(target, window, split, has_sinks):
     inputs, wrapper = made(target, window_left=window)
     runner.plan(wrapper, inputs, window_left=window, sm_scale=9.0, fixed_split_size=split)
-    out, lse = wrapper.run(inputs.q, inputs.cache, inputs.sinks, 0.2, v_scale=0.5, return_lse=True)
-    pipeline = Pipeline(0.2, True, window, out_scale=0.5, sinks=inputs.sinks)
+    sinks = inputs.sinks if has_sinks else None
+    out, lse = wrapper.run(inputs.q, inputs.cache, sinks, 0.2, v_scale=0.5, return_lse=True)
+    pipeline = Pipeline(0.2, True, window, out_scale=0.5, sinks=sinks)
     compare(out, lse, reference(inputs, pipeline=pipeline)).check()
 
 
@@ -44,13 +47,6 @@ def test_scale_of_the_plan_where_run_has_none(target):
         wrapper.run_return_lse(inputs.q, inputs.cache, sinks=inputs.sinks),
     ):
         compare(*result, reference(inputs, pipeline=pipeline)).check()
-
-
-def test_without_sinks(target):
-    inputs, wrapper = made(target)
-    runner.plan(wrapper, inputs)
-    out, lse = wrapper.run(inputs.q, inputs.cache, None, 0.2, return_lse=True)
-    compare(out, lse, reference(inputs, pipeline=Pipeline(0.2, True))).check()
 
 
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -74,43 +70,34 @@ def test_defaults_are_bfloat16_and_128(target):
     runner.compare(inputs, *result).check()
 
 
-CONTRADICTIONS = {
-    "q_data_type": {"q_data_type": torch.float16, "kv_data_type": torch.float16},
-    "head_dim_qk": {"head_dim_qk": 128},
-    "head_dim_vo": {"head_dim_vo": 128},
-    "window_left": {"window_left": 30},
-    "pos_encoding_mode": {"pos_encoding_mode": "ALIBI"},
-}
-
-
-@pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_plan_that_contradicts_the_constructor(target, name):
-    inputs, wrapper = made(target, **CONTRADICTIONS[name])
-    with pytest.raises(ValueError, match=rf"{name}=.* contradicts the constructor's"):
-        runner.plan(wrapper, inputs)
+F16 = torch.float16
+SAYS = "=.* contradicts the constructor's"
+# Options of the constructor, arguments of run() after q and the cache, and the refusal.
+REFUSED = [
+    ({"q_data_type": F16, "kv_data_type": F16}, None, ValueError, f"q_data_type{SAYS}"),
+    ({"head_dim_qk": 128}, None, ValueError, f"head_dim_qk{SAYS}"),
+    ({"head_dim_vo": 128}, None, ValueError, f"head_dim_vo{SAYS}"),
+    ({"window_left": 30}, None, ValueError, f"window_left{SAYS}"),
+    ({"pos_encoding_mode": "ALIBI"}, None, ValueError, f"pos_encoding_mode{SAYS}"),
+    ({"q_data_type": torch.int8}, None, (TypeError, ValueError), "q_data_type"),
+    ({"window_left": -2}, None, ValueError, "window_left"),
+    ({"pos_encoding_mode": "YARN"}, None, ValueError, "pos_encoding_mode"),
+    ({"head_dim_qk": 0}, None, ValueError, "head_dim_qk"),
+    ({"use_fp16_qk_reduction": "no"}, None, TypeError, "use_fp16_qk_reduction"),
+    ({}, lambda sinks: (sinks.half(), 0.2), TypeError, "sinks"),
+    ({}, lambda sinks: (sinks, math.inf), ValueError, "sm_scale"),
+    ({}, lambda sinks: (sinks, 0.2, 1.0), TypeError, r"run\(\) got"),
+]
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"q_data_type": torch.int8}, "q_data_type"),
-        ({"window_left": -2}, "window_left"),
-        ({"pos_encoding_mode": "YARN"}, "pos_encoding_mode"),
-        ({"head_dim_qk": 0}, "head_dim_qk"),
-        ({"use_fp16_qk_reduction": "no"}, "use_fp16_qk_reduction"),
-    ],
+    ("options", "wrong", "error", "says"), REFUSED, ids=[row[-1] for row in REFUSED]
 )
-def test_constructor_refusals(target, options, match):
-    with pytest.raises((TypeError, ValueError), match=match):
-        made(target, **options)
+def test_refusals(target, options, wrong, error, says):
+    def plan_and_run():
+        inputs, wrapper = made(target, **options)
+        runner.plan(wrapper, inputs)
+        wrapper.run(inputs.q, inputs.cache, *(wrong(inputs.sinks) if wrong else ()))
 
-
-def test_run_refusals(target):
-    inputs, wrapper = made(target)
-    runner.plan(wrapper, inputs)
-    with pytest.raises(TypeError, match="sinks"):
-        wrapper.run(inputs.q, inputs.cache, inputs.sinks.half(), 0.2)
-    with pytest.raises(ValueError, match="sm_scale"):
-        wrapper.run(inputs.q, inputs.cache, inputs.sinks, float("inf"))
-    with pytest.raises(TypeError, match=r"run\(\) got"):
-        wrapper.run(inputs.q, inputs.cache, inputs.sinks, 0.2, 1.0)
+    with pytest.raises(error, match=says):
+        plan_and_run()

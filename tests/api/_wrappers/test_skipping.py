@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 FACTOR = "skip_softmax_threshold_scale_factor"
 HEADS, KV_HEADS, PAGE = 4, 2, 64
 KV_LENS = (2048, 1792)
-# Of each request: clear of where logits change, whatever a tile is.
+# Keys of each request, away from where logits change, for tiles of any size.
 MIDDLE = slice(512, 1280)
 
 
@@ -48,9 +48,14 @@ class Decaying:
         return self.wrapper.run(self.q, *self.keys, **options)
 
     def spoil(self) -> None:
-        """NaN in the values of the middle, which nobody may see who leaves it out."""
+        """NaN in the values of the middle, which no run that leaves it out may show."""
         for begin in (0, KV_LENS[0]):
             self.v[begin + MIDDLE.start : begin + MIDDLE.stop] = math.nan
+
+    def check(self, factor, expected=None, **options) -> None:
+        """A run with a factor, and its LSE, against the oracle."""
+        out, lse = self.run(factor, return_lse=True, **options)
+        compare(out.cpu(), lse.cpu(), expected or self.expected()).check()
 
     def expected(self, **options):
         pipeline = Pipeline(sm_scale=1.0, **{"causal": self.causal, **options})
@@ -91,17 +96,18 @@ def made(kind, target, dtype=torch.float16, head_dim=128, wrapper=None, **option
     pages = torch.tensor([0, KV_LENS[0] // PAGE, tokens // PAGE], dtype=torch.int32)
     indices = torch.arange(tokens // PAGE, dtype=torch.int32, device=target.device)
     last = torch.full((2,), PAGE, dtype=torch.int32)
-    buffer = runner.workspace(target.device)
+    name = {"ragged": "PrefillWithRagged", "decode": "DecodeWithPaged"}.get(
+        kind, "PrefillWithPaged"
+    )
+    if wrapper is None:
+        make = getattr(preflash, f"Batch{name}KVCacheWrapper")
+        wrapper = make(runner.workspace(target.device), backend=target.backend)
     if kind == "ragged":
-        wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(buffer, backend=target.backend)
         kv_indptr = torch.tensor([0, KV_LENS[0], tokens], dtype=torch.int32)
         wrapper.plan(qo_indptr, kv_indptr, causal=True, **given)
     elif kind == "decode":
-        wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(buffer, backend=target.backend)
         wrapper.plan(pages, indices, last, page_size=PAGE, **given)
     else:
-        if wrapper is None:
-            wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(buffer, backend=target.backend)
         wrapper.plan(qo_indptr, pages, indices, last, page_size=PAGE, causal=True, **given)
     q, k, v = map(target.to, (q, *(x.to(options.get("kv_data_type", dtype)) for x in (k, v))))
     return Decaying(wrapper, q, k, v, qo_lens, kind != "ragged", kind != "decode")
@@ -124,8 +130,7 @@ def test_tiles_without_weight_are_left_out(target, kind, dtype):
     before = batch.run(return_lse=True)
     expected = batch.expected()
     batch.spoil()
-    out, lse = batch.run(1.0, return_lse=True)
-    compare(out.cpu(), lse.cpu(), expected).check()
+    batch.check(1.0, expected)
     for factor in ("absent", None, 0, 0.0):
         assert batch.run(factor).isnan().all(), factor
     again = made(kind, target, dtype)
@@ -162,23 +167,21 @@ def test_as_in_the_function(target, kind, head_dim):
 
 
 @KINDS
-def test_another_factor_is_no_other_plan(target, kind, monkeypatch):
+def test_another_factor_is_no_other_plan(target, kind):
     batch = made(kind, target)
-    planned, plan_for = [], batch.wrapper._planned_for
-    monkeypatch.setattr(batch.wrapper, "_planned_for", lambda *a: planned.append(1) or plan_for(*a))
     batch.spoil()
     kernel = batch.wrapper.variant
     skipped = batch.run(1.0)
-    # What float32 does not hold leaves out nothing either.
+    # A factor that float32 does not hold leaves out nothing either.
     for factor in (1e-12, 1e-30, 1e-50, np.float32(1e-12)):
         assert batch.run(factor).isnan().all()
-    assert torch.equal(batch.run(1.0), skipped)
-    assert torch.equal(batch.run(1), skipped)
-    assert len(planned) == batch.plans == 1
+    for factor in (1.0, 1):
+        assert torch.equal(batch.run(factor), skipped)
+    assert batch.plans == 1
     assert batch.wrapper.variant == kernel
 
 
-def test_beside_other_options_of_a_run(target):
+def test_with_other_options_of_a_run(target):
     batch = made("paged", target)
     sinks = target.to(torch.tensor([0.5, -1.0, 90.0, 0.0]))
     given = {"window_left": 1900, "sinks": sinks, "q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0}
@@ -194,10 +197,9 @@ def test_beside_other_options_of_a_run(target):
 
 
 def test_split_keys(target):
-    """Each chunk has a first tile of its own. Factors that leave out nothing of weight."""
+    """Each chunk has a first tile of its own; the factor leaves out nothing of weight."""
     batch = made("decode", target, fixed_split_size=256)
-    out, lse = batch.run(1e-6, return_lse=True)
-    compare(out.cpu(), lse.cpu(), batch.expected()).check()
+    batch.check(1e-6)
 
 
 def test_q_len_per_req(target):
@@ -208,8 +210,7 @@ def test_q_len_per_req(target):
     expected = batch.expected()
     batch.spoil()
     for _ in range(2):
-        out, lse = batch.run(1.0, q_len_per_req=3, return_lse=True)
-        compare(out.cpu(), lse.cpu(), expected).check()
+        batch.check(1.0, expected, q_len_per_req=3)
     batch.q = batch.q[::3].contiguous()
     assert batch.run().isnan().all()
     assert batch.run(1.0).isfinite().all()
@@ -240,13 +241,7 @@ def test_new_plans_copies_and_forward(target):
     skipped = batch.run(1.0)
     other = copy.copy(batch.wrapper)
     assert torch.equal(other.run(batch.q, *batch.keys, **{FACTOR: 1.0}), skipped)
-    batch.wrapper.begin_forward(
-        torch.tensor([0, 200, 270], dtype=torch.int32),
-        torch.tensor([0, 32, 60], dtype=torch.int32),
-        torch.arange(60, dtype=torch.int32, device=target.device),
-        torch.full((2,), PAGE, dtype=torch.int32), HEADS, KV_HEADS, 128, PAGE, causal=True,
-        sm_scale=1.0, disable_split_kv=True,
-    )  # fmt: skip
+    made("paged", target, wrapper=batch.wrapper)  # plans again
     assert batch.wrapper.forward(batch.q, *batch.keys, causal=True, sm_scale=1.0).isnan().all()
     assert torch.equal(batch.run(1.0), skipped)
     assert batch.run().isnan().all()
@@ -260,15 +255,15 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("factor", "error", "says"), WRONG, ids=lambda value: str(value)[:20])
 @KINDS
-def test_wrong_factors(target, kind, factor, error, says):
+def test_wrong_factors(target, kind):
     batch = made(kind, target)
     before = batch.run()
-    with pytest.raises(error, match=rf"{FACTOR}.*{says}"):
-        batch.run(factor)
-    assert batch.plans == 0
-    assert torch.equal(batch.run(), before)
+    for factor, error, says in WRONG:
+        with pytest.raises(error, match=rf"{FACTOR}.*{says}"):
+            batch.run(factor)
+        assert batch.plans == 0
+        assert torch.equal(batch.run(), before)
 
 
 @pytest.mark.parametrize(
@@ -303,26 +298,19 @@ def test_where_a_gpu_has_no_kernel(target, options):
 # --- recorded by torch -------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["compile", "make_fx"])
-def test_recorded_runs(target, how):
+@pytest.mark.parametrize("factor", [1.0, 0.0])
+def test_traced_runs(target, factor):
     batch = made("ragged", target)
     batch.spoil()
     tensors = (batch.q, batch.k, batch.v)
 
-    def skipped(q, k, v):
-        return batch.wrapper.run(q * 1, k, v, return_lse=True, **{FACTOR: 1.0})
+    def attend_to(q, k, v):
+        return batch.wrapper.run(q * 1, k, v, return_lse=True, **{FACTOR: factor})
 
-    def dense(q, k, v):
-        return batch.wrapper.run(q * 1, k, v, return_lse=True, **{FACTOR: 0.0})
-
-    for function in (skipped, dense):
-        if how == "compile":
-            recorded = torch.compile(function, fullgraph=True, backend="aot_eager")
-        else:
-            recorded = make_fx(function)(*tensors)
-        for got, expected in zip(recorded(*tensors), function(*tensors), strict=True):
-            assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
-        assert bool(recorded(*tensors)[0].isnan().any()) is (function is dense)
+    traced = make_fx(attend_to)(*tensors)(*tensors)
+    for got, expected in zip(traced, attend_to(*tensors), strict=True):
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert bool(traced[0].isnan().any()) is (factor == 0.0)
 
 
 def test_a_factor_that_changes_in_a_compiled_function(target):
@@ -335,8 +323,9 @@ def test_a_factor_that_changes_in_a_compiled_function(target):
 
     compiled = torch.compile(attend_to, fullgraph=True, backend="aot_eager")
     for factor in (1.0, 1e-12, 0.5, 0.25, 1e-15, None, 0.0):
-        got = compiled(batch.q, batch.k, batch.v, factor)
+        got, expected = (call(batch.q, batch.k, batch.v, factor) for call in (compiled, attend_to))
         assert bool(got.isnan().any()) is (not factor or factor < 1e-9), factor
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 # --- CUDA graphs -------------------------------------------------------------

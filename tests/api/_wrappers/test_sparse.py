@@ -12,20 +12,20 @@ from preflash.testing import comparison
 from preflash.testing.oracle import Pipeline, attend
 from preflash.testing.runner import workspace
 
-ROWS, KEYS = 37, 48
+ROWS, KEYS, HEADS, BLOCK = 37, 48, (4, 2), (4, 16)
 
 
-def expected_of(q, k, v, dense, sm_scale):
-    return attend(q, k, v, Pipeline(sm_scale), custom=dense)
+def check(out, lse, q, k, v, dense):
+    comparison.compare(out, lse, attend(q, k, v, Pipeline(0.2), custom=dense)).check()
 
 
-def tensors(device, heads: int, kv_heads: int, dtype=torch.float16, rows=ROWS, keys=KEYS, dim=64):
+def tensors(target, heads=HEADS, dtype=torch.float16, rows=ROWS, keys=KEYS, dim=64):
     made = torch.Generator().manual_seed(3)
-    shapes = ((rows, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim))
-    return [torch.randn(*s, generator=made).to(device=device, dtype=dtype) for s in shapes]
+    shapes = ((rows, heads[0], dim), (keys, heads[1], dim), (keys, heads[1], dim))
+    return [torch.randn(*s, generator=made).to(target.device, dtype) for s in shapes]
 
 
-def bsr(rows: int, keys: int, block: tuple[int, int], density: float):
+def bsr(block, density, rows=ROWS, keys=KEYS):
     """indptr, indices and the dense mask; the first row of blocks keeps nothing."""
     made = torch.Generator().manual_seed(11)
     count = (-(-rows // block[0]), keys // block[1])
@@ -37,8 +37,12 @@ def bsr(rows: int, keys: int, block: tuple[int, int], density: float):
     return indptr, kept.nonzero()[:, 1].to(torch.int32), dense[:rows]
 
 
-def planned(target, indptr, indices, block, heads, **options):
-    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
+def unplanned(target, kind="BlockSparseAttentionWrapper"):
+    return getattr(preflash, kind)(workspace(target.device), backend=target.backend)
+
+
+def planned(target, indptr, indices, block=BLOCK, heads=HEADS, **options):
+    wrapper = unplanned(target)
     wrapper.plan(indptr, indices, ROWS, KEYS, *block, *heads, 64, **{"sm_scale": 0.2, **options})
     return wrapper
 
@@ -46,40 +50,31 @@ def planned(target, indptr, indices, block, heads, **options):
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize("block", [(1, 1), (4, 16), (16, 8), (5, 3)])
 def test_blocks(target, block, heads):
-    q, k, v = tensors(target.device, *heads)
-    indptr, indices, dense = bsr(ROWS, KEYS, block, 0.4)
-    wrapper = planned(target, indptr.to(target.device), indices.to(target.device), block, heads)
+    q, k, v = tensors(target, heads)
+    *arrays, dense = bsr(block, 0.4)
+    wrapper = planned(target, *(array.to(target.device) for array in arrays), block, heads)
     out = comparison.poison(q.shape, q.dtype, q.device)
     result, lse = wrapper.run(q, k, v, out=out, return_lse=True)
     assert result is out
-    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+    check(out, lse, q, k, v, dense)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_masks_inside_blocks(target, packed):
-    block, heads = (5, 8), (4, 2)
-    q, k, v = tensors(target.device, *heads)
-    indptr, indices, dense = bsr(ROWS, KEYS, block, 0.6)
-    inside = torch.rand(indices.numel(), *block, generator=torch.Generator().manual_seed(1)) > 0.5
-    flat, lengths = [], []
+def test_packed_masks_inside_blocks(target):
+    q, k, v = tensors(target)
+    indptr, indices, dense = bsr((5, 8), 0.6)
+    inside = torch.rand(indices.numel(), 5, 8, generator=torch.Generator().manual_seed(1)) > 0.5
+    flat = []
     for i in range(indptr.numel() - 1):
         rows = slice(5 * i, min(5 * i + 5, ROWS))
-        lengths.append(0)
         for n in range(int(indptr[i]), int(indptr[i + 1])):
             columns = slice(8 * int(indices[n]), 8 * int(indices[n]) + 8)
             dense[rows, columns] &= inside[n][: rows.stop - rows.start]
         kept = inside[indptr[i] : indptr[i + 1]].transpose(0, 1)[: rows.stop - rows.start]
         flat.append(kept.reshape(-1))
-        lengths[-1] = flat[-1].numel()
-    given = {"mask": inside}
-    if packed:
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
-        bits, _ = preflash.segment_packbits(torch.cat(flat), ends, bitorder="little")
-        given = {"packed_mask": bits}
-    given = {name: value.to(target.device) for name, value in given.items()}
-    wrapper = planned(target, indptr, indices, block, heads, **given)
-    out, lse = wrapper.run_return_lse(q, k, v)
-    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+    ends = torch.tensor([0, *itertools.accumulate(map(len, flat))], dtype=torch.int32)
+    bits, _ = preflash.segment_packbits(torch.cat(flat), ends, bitorder="little")
+    wrapper = planned(target, indptr, indices, (5, 8), packed_mask=bits.to(target.device))
+    check(*wrapper.run_return_lse(q, k, v), q, k, v, dense)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -88,9 +83,9 @@ def test_random_blocks(target, seed):
     shorter, causal among kept keys; the arrays change after plan()."""
     draw = random.Random(seed)
     made = torch.Generator().manual_seed(seed)
-    (height, width), heads = draw.choice([(1, 1), (3, 16), (7, 3), (16, 8)]), (4, 2)
+    height, width = draw.choice([(1, 1), (3, 16), (7, 3), (16, 8)])
     rows, columns = draw.choice([0, 1, 16, 33]), draw.choice([0, 1, 6])
-    q, k, v = tensors(target.device, *heads, rows=rows, keys=columns * width)
+    q, k, v = tensors(target, rows=rows, keys=columns * width)
     kept = torch.rand(-(-rows // height), columns, generator=made) < draw.choice([0.0, 0.5, 1.0])
     chosen = [row.nonzero().flatten().tolist() for row in kept]
     for row in chosen:
@@ -107,54 +102,49 @@ def test_random_blocks(target, seed):
                 entry = inside[int(indptr[i]) + n // width, r - i * height, key]
                 hidden = not entry if masked else causal and n >= len(row) * width - after
                 dense[r, block * width + key] = not hidden
-    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
+    wrapper = unplanned(target)
     arrays = [x.to(target.device) for x in (indptr, indices, inside)]
     wrapper.plan(
-        arrays[0], arrays[1], rows, columns * width, height, width, *heads, 64,
+        arrays[0], arrays[1], rows, columns * width, height, width, *HEADS, 64,
         mask=arrays[2] if masked else None, causal=causal, sm_scale=0.2,
     )  # fmt: skip
     for array in arrays:
         array.zero_()
-    out, lse = wrapper.run(q, k, v, return_lse=True)
-    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+    check(*wrapper.run(q, k, v, return_lse=True), q, k, v, dense)
 
 
 def test_output_dtype(target):
-    q, k, v = tensors(target.device, 4, 2, torch.bfloat16)
-    indptr, indices, _ = bsr(ROWS, KEYS, (4, 16), 0.5)
-    dtypes = {"q_data_type": torch.bfloat16}
-    other = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes)
-    same = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes, o_data_type=torch.bfloat16)
+    q, k, v = tensors(target, dtype=torch.bfloat16)
+    blocks = bsr(BLOCK, 0.5)[:2]
+    other = planned(target, *blocks, q_data_type=q.dtype)
+    same = planned(target, *blocks, q_data_type=q.dtype, o_data_type=q.dtype)
     out = torch.empty(q.shape, dtype=torch.float16, device=q.device)
     assert other.run(q, k, v, out=out) is out
     assert torch.equal(out, same.run(q, k, v).to(torch.float16))
-    forward = other.forward(q, k, v, sm_scale=0.2)
-    assert torch.equal(forward, out)
+    assert torch.equal(other.forward(q, k, v, sm_scale=0.2), out)
 
 
-def test_queries_of_e5m2(target):
+@pytest.mark.parametrize("o_dtype", [torch.float16, torch.bfloat16])
+def test_queries_of_e5m2(target, o_dtype):
     eight = torch.float8_e5m2
-    wide = tensors(target.device, 4, 2)
-    q, k, v = (t.to(eight) for t in wide)
-    indptr, indices, dense = bsr(ROWS, KEYS, (4, 16), 0.5)
-    for o_dtype in (torch.float16, torch.bfloat16):
-        dtypes = {"q_data_type": eight, "kv_data_type": eight, "o_data_type": o_dtype}
-        wrapper = planned(target, indptr, indices, (4, 16), (4, 2), **dtypes)
-        out, lse = wrapper.run(q, k, v, return_lse=True)
-        assert out.dtype == o_dtype
-        expected = expected_of(*(t.to(torch.float16) for t in (q, k, v)), dense, 0.2)
-        comparison.compare(out, lse, expected).check()
+    q, k, v = (t.to(eight) for t in tensors(target))
+    indptr, indices, dense = bsr(BLOCK, 0.5)
+    dtypes = {"q_data_type": eight, "kv_data_type": eight, "o_data_type": o_dtype}
+    out, lse = planned(target, indptr, indices, **dtypes).run(q, k, v, return_lse=True)
+    assert out.dtype == o_dtype
+    check(out, lse, *(t.to(torch.float16) for t in (q, k, v)), dense)
+
+
+ONES = torch.tensor([0, *[1] * 8], dtype=torch.int32)  # one block in the first row of blocks
 
 
 def test_causal_among_the_kept_keys(target):
-    q, k, v = tensors(target.device, 4, 2)
-    indptr = torch.tensor([0, *[1] * 8], dtype=torch.int32)
-    wrapper = planned(target, indptr, torch.tensor([2]), (5, 16), (4, 2), causal=True)
+    q, k, v = tensors(target)
+    wrapper = planned(target, ONES, torch.tensor([2]), (5, 16), causal=True)
     dense = torch.zeros(ROWS, KEYS, dtype=torch.bool)
     for row in range(5):
         dense[row, 32 : 32 + 12 + row] = True
-    out, lse = wrapper.run(q, k, v, return_lse=True)
-    comparison.compare(out, lse, expected_of(q, k, v, dense, 0.2)).check()
+    check(*wrapper.run(q, k, v, return_lse=True), q, k, v, dense)
 
 
 REFUSED = {
@@ -172,16 +162,15 @@ REFUSED = {
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_refusals(target, options, error, message):
-    indptr = torch.tensor([0, *[1] * 8], dtype=torch.int32)
-    usual = {"indptr": indptr, "indices": torch.tensor([2]), "M": ROWS, "N": KEYS, "R": 5, "C": 16}
-    wrapper = preflash.BlockSparseAttentionWrapper(workspace(target.device), target.backend)
-    heads = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    q, k, v = tensors(target.device, 4, 2)
+    right = {"indptr": ONES, "indices": torch.tensor([2]), "M": ROWS, "N": KEYS, "R": 5, "C": 16}
+    right |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    wrapper = unplanned(target)
+    q, k, v = tensors(target)
     with pytest.raises(error, match=message):
-        wrapper.plan(**{**usual, **heads, **options})
+        wrapper.plan(**{**right, **options})
     with pytest.raises(ValueError, match="before plan"):
         wrapper.run(q, k, v)
-    wrapper.plan(**usual, **heads)
+    wrapper.plan(**right)
     with pytest.raises(ValueError, match="N = 48"):
         wrapper.run(q, k[1:], v)
 
@@ -190,28 +179,23 @@ def refuses_outputs(run, q, wide: torch.Tensor, lse: torch.Tensor) -> None:
     """run(q=, out=, lse=), out like `wide` and lse like `lse`."""
     bits = torch.empty(wide.nbytes, dtype=torch.uint8, device=wide.device)
     shared = bits.view(wide.dtype).view(wide.shape)
-    refused = [
+    sharing = {"out": shared, "lse": bits[: lse.nbytes].view(lse.dtype).view(lse.shape)}
+    for error, message, options in (
         (NotImplementedError, "out requires grad", {"out": wide.clone().requires_grad_()}),
         (ValueError, "out has strides", {"out": wide[:1].expand_as(wide)}),
         (ValueError, "lse has strides", {"lse": lse[:1].expand_as(lse)}),
         (TypeError, "out is", {"out": wide.to(torch.float64)}),
         (ValueError, "out has shape", {"out": wide[1:]}),
         (TypeError, "q must be", {"q": None, "out": wide}),
-        (
-            ValueError,
-            "shares memory with lse",
-            {"out": shared, "lse": bits[: lse.nbytes].view(lse.dtype).view(lse.shape)},
-        ),
-    ]
-    for error, message, options in refused:
+        (ValueError, "shares memory with lse", sharing),
+    ):
         with pytest.raises(error, match=message):
             run(**{"q": q, **options})
 
 
 def test_outputs_that_are_converted(target):
-    q, k, v = tensors(target.device, 4, 2)
-    indptr, indices, _ = bsr(ROWS, KEYS, (4, 16), 0.5)
-    wrapper = planned(target, indptr, indices, (4, 16), (4, 2), o_data_type=torch.float32)
+    q, k, v = tensors(target)
+    wrapper = planned(target, *bsr(BLOCK, 0.5)[:2], o_data_type=torch.float32)
     wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
 
     def run(q, **outputs):
@@ -221,6 +205,11 @@ def test_outputs_that_are_converted(target):
     k = wide.view(torch.float16).flatten()[: k.numel()].view(k.shape)
     with pytest.raises(ValueError, match="out shares memory with k"):
         run(q, out=wide)
+
+
+# Blocks of any size.
+
+VARIABLE = "VariableBlockSparseAttentionWrapper"
 
 
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
@@ -238,14 +227,12 @@ def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Ten
 @pytest.mark.parametrize("unit", [1, 8])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
 def test_blocks_of_any_size(target, heads, unit):
-    qo_heads, kv_heads = heads
-    q, k, v = tensors(target.device, *heads)
+    kv_heads, group = heads[1], heads[0] // heads[1]
+    q, k, v = tensors(target, heads)
     heights, widths = sizes(ROWS, 5, kv_heads, 1, 1), sizes(KEYS, 4, kv_heads, unit, 2)
     kept = torch.rand(kv_heads, 5, 4, generator=torch.Generator().manual_seed(4)) > 0.4
     kept[0, 1] = False
-    wrapper = preflash.VariableBlockSparseAttentionWrapper(
-        workspace(target.device), backend=target.backend
-    )
+    wrapper = unplanned(target, VARIABLE)
     arrays = [array.to(target.device) for array in (kept, heights, widths)]
     wrapper.plan(*arrays, *heads, 64, sm_scale=0.2)
     by_head = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
@@ -255,25 +242,22 @@ def test_blocks_of_any_size(target, heads, unit):
     fresh, sums = wrapper.run(*by_head, return_lse=True)
     assert torch.equal(fresh, out)
     assert torch.equal(sums, lse)
-    flat = torch.empty(kv_heads * ROWS, qo_heads // kv_heads, 64, dtype=q.dtype, device=q.device)
+    flat = torch.empty(kv_heads * ROWS, group, 64, dtype=q.dtype, device=q.device)
     assert torch.equal(wrapper.run(*by_head, out=flat), out)
     assert torch.equal(flat.view(kv_heads, ROWS, -1, 64).transpose(1, 2).flatten(0, 1), out)
-    group = qo_heads // kv_heads
     for head in range(kv_heads):
         dense = kept[head].repeat_interleave(heights[head], 0)
         dense = dense.repeat_interleave(widths[head], 1)
         own = slice(head * group, (head + 1) * group)
-        expected = expected_of(q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense, 0.2)
         got = out[own].transpose(0, 1), lse[own].transpose(0, 1)
-        comparison.compare(*got, expected).check()
+        check(*got, q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense)
 
 
 def test_outputs_of_blocks_of_any_size(target):
-    q, k, v = (x.transpose(0, 1).contiguous() for x in tensors(target.device, 4, 2))
-    wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
-    heights = torch.tensor([[ROWS], [ROWS]])
-    widths = torch.tensor([[KEYS], [KEYS]])
-    wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), heights, widths, 4, 2, 64)
+    q, k, v = (x.transpose(0, 1).contiguous() for x in tensors(target))
+    wrapper = unplanned(target, VARIABLE)
+    whole = (torch.tensor([[ROWS]] * 2), torch.tensor([[KEYS]] * 2))
+    wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), *whole, *HEADS, 64)
 
     def run(q, **outputs):
         return wrapper.run(q, k, v, **outputs)
@@ -281,18 +265,19 @@ def test_outputs_of_blocks_of_any_size(target):
     refuses_outputs(run, q, torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device))
 
 
-def test_sizes_of_heads_must_agree(target):
-    wrapper = preflash.VariableBlockSparseAttentionWrapper(workspace(target.device), target.backend)
-    kept = torch.ones(2, 1, 1, dtype=torch.bool)
-    heights = torch.tensor([[3], [3]])
-    with pytest.raises(ValueError, match=r"block_col_sz adds up to \[4, 5\]"):
-        wrapper.plan(kept, heights, torch.tensor([[4], [5]]), 4, 2, 64)
-    with pytest.raises(ValueError, match="multiple of num_kv_heads"):
-        wrapper.plan(kept, heights, heights, 3, 2, 64)
-    with pytest.raises(ValueError, match="block_mask_map"):
-        wrapper.plan(kept[:, :, :0], heights, heights, 4, 2, 64)
-    for at in range(3):  # no number becomes another one in int32
-        arrays = [kept.long(), heights.clone(), heights.clone()]
-        arrays[at] += 2**32
-        with pytest.raises(ValueError, match=r"block_.* holds numbers beyond"):
-            wrapper.plan(*arrays, 4, 2, 64)
+KEPT, THREES = torch.ones(2, 1, 1, dtype=torch.bool), torch.tensor([[3], [3]])
+VARIABLE_REFUSED = [
+    ((KEPT, THREES, torch.tensor([[4], [5]]), *HEADS), r"block_col_sz adds up to \[4, 5\]"),
+    ((KEPT, THREES, THREES, 3, 2), "multiple of num_kv_heads"),
+    ((KEPT[:, :, :0], THREES, THREES, *HEADS), "block_mask_map"),
+    # No number becomes another one in int32.
+    ((KEPT.long() + 2**32, THREES, THREES, *HEADS), "block_.* holds numbers beyond"),
+    ((KEPT, THREES + 2**32, THREES, *HEADS), "block_.* holds numbers beyond"),
+    ((KEPT, THREES, THREES + 2**32, *HEADS), "block_.* holds numbers beyond"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), VARIABLE_REFUSED)
+def test_refusals_of_blocks_of_any_size(target, arguments, says):
+    with pytest.raises(ValueError, match=says):
+        unplanned(target, VARIABLE).plan(*arguments, 64)

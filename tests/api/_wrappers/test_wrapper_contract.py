@@ -6,157 +6,109 @@ import math
 import preflash
 import pytest
 import torch
-from planned_cases import planned as planned_case
+from planned_cases import check_run, plan_arguments, planned, tensors, unplanned
 from preflash import _core
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
-PAGED = Case("paged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
 SPLIT_KV = dataclasses.replace(PAGED, name="split_kv", fixed_split_size=64)
 LN2 = math.log(2.0)
 
 
-@pytest.fixture(params=[RAGGED, PAGED, SPLIT_KV], ids=lambda case: case.name)
-def planned(request, target):
-    """(inputs, wrapper) with plan done."""
-    return planned_case(request.param, target)
+def each(*cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def tensors(inputs):
-    return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
-
+every_case, both = each(RAGGED, PAGED, SPLIT_KV), each(RAGGED, PAGED)
 
 # --- forms of the result -----------------------------------------------------
 
 
-def test_run_returns_out_alone_by_default(planned):
-    inputs, wrapper = planned
-    out = wrapper.run(*tensors(inputs))
+@every_case
+def test_forms_of_the_result(target, case):
+    """Base 2 and [tokens, heads] unless another base or layout is asked for."""
+    inputs, wrapper = planned(case, target)
+    given = tensors(inputs)
+    out = wrapper.run(*given)
     assert isinstance(out, torch.Tensor)
-    assert out.dtype == inputs.q.dtype
-    assert out.device == inputs.q.device
+    assert (out.dtype, out.device) == (inputs.q.dtype, inputs.q.device)
     runner.compare(inputs, out, None).check()
-
-
-def test_run_return_lse_equals_run_with_return_lse(planned):
-    inputs, wrapper = planned
-    out, lse = wrapper.run(*tensors(inputs), return_lse=True)
-    out2, lse2 = wrapper.run_return_lse(*tensors(inputs))
-    assert lse.dtype == torch.float32
-    assert lse.shape == (inputs.q.shape[0], inputs.case.num_qo_heads)
-    assert torch.equal(out, out2)
-    assert torch.equal(lse, lse2)
-    runner.compare(inputs, out, lse).check()
-
-
-def test_lse_is_base_2_unless_ln_is_asked_for(planned):
-    inputs, wrapper = planned
-    _, log2 = wrapper.run(*tensors(inputs), return_lse=True)
-    _, same = wrapper.run(*tensors(inputs), return_lse=True, lse_base="log2")
-    out, ln = wrapper.run(*tensors(inputs), return_lse=True, lse_base="ln")
-    assert torch.equal(log2, same)
-    finite = log2.isfinite()
-    torch.testing.assert_close(ln[finite], log2[finite] * LN2, rtol=1e-6, atol=1e-6)
+    with_lse, lse = wrapper.run(*given, return_lse=True)
+    assert (lse.dtype, lse.shape) == (torch.float32, inputs.q.shape[:2])
+    runner.compare(inputs, with_lse, lse).check()
+    for same in (
+        wrapper.run_return_lse(*given),
+        wrapper.run(*given, return_lse=True, lse_base="log2", lse_layout="NH"),
+    ):
+        assert torch.equal(same[0], with_lse)
+        assert torch.equal(same[1], lse)
+    _, by_head = wrapper.run(*given, return_lse=True, lse_layout="HN")
+    assert by_head.shape == lse.shape[::-1]
+    assert torch.equal(by_head.t(), lse)
+    out, ln = wrapper.run(*given, return_lse=True, lse_base="ln")
+    finite = lse.isfinite()
+    torch.testing.assert_close(ln[finite], lse[finite] * LN2, rtol=1e-6, atol=1e-6)
     runner.compare(inputs, out, ln, lse_base="ln").check()
 
 
-def test_lse_layout_hn_is_the_transpose(planned):
-    inputs, wrapper = planned
-    _, nh = wrapper.run(*tensors(inputs), return_lse=True, lse_layout="NH")
-    _, hn = wrapper.run(*tensors(inputs), return_lse=True, lse_layout="HN")
-    assert hn.shape == (inputs.case.num_qo_heads, inputs.q.shape[0])
-    assert torch.equal(hn.t(), nh)
-
-
-def test_lse_layout_and_base_together_into_a_buffer(planned):
-    inputs, wrapper = planned
-    buffer = poison((inputs.case.num_qo_heads, inputs.q.shape[0]), torch.float32, inputs.q.device)
-    out, lse = wrapper.run(
-        *tensors(inputs), return_lse=True, lse_layout="HN", lse_base="ln", lse=buffer
-    )
-    assert lse.data_ptr() == buffer.data_ptr()
-    runner.compare(inputs, out, buffer.t(), lse_base="ln").check()
-
-
-def test_out_and_lse_buffers_are_used(planned):
-    inputs, wrapper = planned
-    out = poison(inputs.q.shape, inputs.q.dtype, inputs.q.device)
-    lse = poison(inputs.q.shape[:2], torch.float32, inputs.q.device)
-    got_out, got_lse = wrapper.run(*tensors(inputs), out=out, lse=lse, return_lse=True)
-    assert got_out.data_ptr() == out.data_ptr()
-    assert got_lse.data_ptr() == lse.data_ptr()
+@every_case
+def test_buffers_are_used(target, case):
+    inputs, wrapper = planned(case, target)
+    rows, heads, dim = inputs.q.shape
+    out, alone = (poison(inputs.q.shape, case.dtype, target.device) for _ in range(2))
+    lse = poison((rows, heads), torch.float32, target.device)
+    by_head = poison((heads, rows), torch.float32, target.device)
+    got = wrapper.run(*tensors(inputs), out=out, lse=lse, return_lse=True)
+    assert [t.data_ptr() for t in got] == [out.data_ptr(), lse.data_ptr()]
     runner.compare(inputs, out, lse).check()
-
-
-def test_out_without_lse(planned):
-    inputs, wrapper = planned
-    out = poison(inputs.q.shape, inputs.q.dtype, inputs.q.device)
-    got = wrapper.run(*tensors(inputs), out=out)
-    assert got.data_ptr() == out.data_ptr()
-    runner.compare(inputs, out, None).check()
-
-
-def test_out_may_be_a_strided_view(planned):
-    """vLLM slices its output out of a larger buffer; rows and heads may be strided."""
-    inputs, wrapper = planned
-    tokens, heads, dim = inputs.q.shape
-    wide = poison((tokens + 2, heads, dim + 8), inputs.q.dtype, inputs.q.device)
+    options = {"return_lse": True, "lse_layout": "HN", "lse_base": "ln"}
+    fresh, got = wrapper.run(*tensors(inputs), lse=by_head, **options)
+    assert got.data_ptr() == by_head.data_ptr()
+    runner.compare(inputs, fresh, by_head.t(), lse_base="ln").check()
+    assert wrapper.run(*tensors(inputs), out=alone).data_ptr() == alone.data_ptr()
+    runner.compare(inputs, alone, None).check()
+    # vLLM slices its output out of a larger buffer; rows and heads may be strided.
+    wide = poison((rows + 2, heads, dim + 8), case.dtype, target.device)
     view = wide[1:-1, :, :dim]
     wrapper.run(*tensors(inputs), out=view)
     runner.compare(inputs, view, None).check()
     assert bool(wide[0].isnan().all() and wide[-1].isnan().all() and wide[..., dim:].isnan().all())
 
 
-# --- scales ------------------------------------------------------------------
+# --- options of a run --------------------------------------------------------
+
+# Arguments of run() by position, its options, and (scale, window, out_scale) of the oracle.
+RUN_OPTIONS = {
+    "scales": ((), {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}, (1.5, -1, 0.25)),
+    "tensors": ((), {"k_scale": torch.tensor(2.0), "v_scale": torch.tensor([0.5])}, (2, -1, 0.5)),
+    "window": ((), {"window_left": 6}, (1.0, 6, 1.0)),
+    "paged by position": ((2.0, 0.5, True), {}, (2.0, -1, 0.5)),
+    "ragged by position": ((True,), {}, (1.0, -1, 1.0)),
+}
 
 
-def test_k_and_q_scale_multiply_the_logits_and_v_scale_the_output(planned):
-    inputs, wrapper = planned
-    out, lse = wrapper.run(
-        *tensors(inputs), q_scale=0.5, k_scale=3.0, v_scale=0.25, return_lse=True
-    )
-    pipeline = Pipeline(inputs.case.scale * 1.5, causal=True, out_scale=0.25)
+def signed_for(case, name):
+    return "position" not in name or name.startswith("paged") is case.paged
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(c, name) for c in (RAGGED, PAGED, SPLIT_KV) for name in RUN_OPTIONS if signed_for(c, name)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_options_of_one_run(target, case, name):
+    """k_scale and q_scale multiply the logits, v_scale the output; the next run is as planned."""
+    positional, options, (scale, window, out_scale) = RUN_OPTIONS[name]
+    inputs, wrapper = planned(case, target)
+    options = {k: x.to(target.device) if hasattr(x, "to") else x for k, x in options.items()}
+    options |= {} if positional else {"return_lse": True}
+    out, lse = wrapper.run(*tensors(inputs), *positional, **options)
+    pipeline = Pipeline(case.scale * scale, True, window, out_scale=out_scale)
     compare(out, lse, reference(inputs, pipeline=pipeline)).check()
+    check_run(inputs, wrapper)
 
-
-def test_scales_may_be_one_element_tensors(planned):
-    inputs, wrapper = planned
-    device = inputs.q.device
-    out, lse = wrapper.run(
-        *tensors(inputs),
-        k_scale=torch.tensor(2.0, device=device),
-        v_scale=torch.tensor([0.5], device=device),
-        return_lse=True,
-    )
-    pipeline = Pipeline(inputs.case.scale * 2.0, causal=True, out_scale=0.5)
-    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
-
-
-def test_paged_scales_are_positional(target):
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    out, lse = wrapper.run(inputs.q, inputs.cache, 2.0, 0.5, True)
-    pipeline = Pipeline(PAGED.scale * 2.0, causal=True, out_scale=0.5)
-    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
-
-
-def test_ragged_return_lse_is_positional(target):
-    inputs = build(RAGGED, device=target.device)
-    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, True)
-    runner.compare(inputs, out, lse).check()
-
-
-def test_scale_of_one_run_does_not_stay(planned):
-    inputs, wrapper = planned
-    wrapper.run(*tensors(inputs), k_scale=5.0, v_scale=5.0)
-    runner.compare(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
-
-
-# --- run-time options re-select, they are never dropped ----------------------
 
 FORWARD_OPTIONS = {
     "causal": {"causal": True},
@@ -169,187 +121,69 @@ FORWARD_OPTIONS = {
 }
 
 
-def forward_pipeline(case: Case, options: dict) -> Pipeline:
-    return Pipeline(
-        options.get("sm_scale", case.scale),
-        options["causal"],
-        options.get("window_left", -1),
-        options.get("logits_soft_cap", 0.0),
-    )
+def check_forward(inputs, options, *results):
+    """Compares results (out, lse or None) of forward() with the oracle under its options."""
+    cap = options.get("logits_soft_cap", 0.0)
+    scale, window = options.get("sm_scale", inputs.case.scale), options.get("window_left", -1)
+    expected = reference(inputs, pipeline=Pipeline(scale, options["causal"], window, cap))
+    for out, lse in results:
+        compare(out, lse, expected, soft_cap=cap).check()
 
 
 @pytest.mark.parametrize("options", FORWARD_OPTIONS.values(), ids=FORWARD_OPTIONS)
-@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=["ragged", "paged"])
+@both
 def test_forward_selects_again(target, case, options):
     """begin_forward knows neither mask nor cap; forward brings them (SGLang's calling order)."""
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    inputs, wrapper = unplanned(case, target)
     positional, _ = runner.plan_arguments(inputs)
     wrapper.begin_forward(*positional, q_data_type=case.dtype)
-    expected = reference(inputs, pipeline=forward_pipeline(case, options))
-    cap = options.get("logits_soft_cap", 0.0)
-
     out = wrapper.forward(*tensors(inputs), **options)
-    compare(out, None, expected, soft_cap=cap).check()
-    out, lse = wrapper.forward_return_lse(*tensors(inputs), **options)
-    compare(out, lse, expected, soft_cap=cap).check()
+    with_lse = wrapper.forward_return_lse(*tensors(inputs), **options)
+    check_forward(inputs, options, (out, None), with_lse)
+    if case.paged and options == {"causal": True}:
+        out = wrapper.forward(*tensors(inputs), causal=True, k_scale=2.0, v_scale=0.5)
+        pipeline = Pipeline(2 * case.scale, True, out_scale=0.5)
+        compare(out, None, reference(inputs, pipeline=pipeline)).check()
     assert wrapper.end_forward() is None
 
 
-def test_forward_with_scales(target):
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
-    positional, _ = runner.plan_arguments(inputs)
-    wrapper.begin_forward(*positional, q_data_type=PAGED.dtype)
-    out = wrapper.forward(inputs.q, inputs.cache, causal=True, k_scale=2.0, v_scale=0.5)
-    pipeline = Pipeline(PAGED.scale * 2.0, causal=True, out_scale=0.5)
-    compare(out, None, reference(inputs, pipeline=pipeline)).check()
-
-
-def test_forward_alternates(planned):
+@every_case
+def test_forward_alternates(target, case):
     """Every call means what it says, whatever the one before asked for."""
-    inputs, wrapper = planned
+    inputs, wrapper = planned(case, target)
     for options in (*FORWARD_OPTIONS.values(), *reversed(FORWARD_OPTIONS.values())):
-        out = wrapper.forward(*tensors(inputs), **options)
-        expected = reference(inputs, pipeline=forward_pipeline(inputs.case, options))
-        compare(out, None, expected, soft_cap=options.get("logits_soft_cap", 0.0)).check()
-
-
-def test_window_left_on_run_is_honoured(planned):
-    inputs, wrapper = planned
-    out, lse = wrapper.run(*tensors(inputs), window_left=6, return_lse=True)
-    expected = reference(inputs, pipeline=Pipeline(inputs.case.scale, causal=True, window_left=6))
-    compare(out, lse, expected).check()
-    runner.compare(inputs, *wrapper.run(*tensors(inputs), return_lse=True)).check()
+        check_forward(inputs, options, (wrapper.forward(*tensors(inputs), **options), None))
 
 
 def test_forward_keeps_a_custom_mask(target):
     """causal is only effective without a custom mask; forward's default must not undo the mask."""
     case = Case("mask", (20, 9), (50, 9), 4, 2, 64, mask=MaskKind.CUSTOM)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
+    inputs, wrapper = planned(case, target)
     for causal in (False, True):
-        runner.compare(
-            inputs, wrapper.forward(inputs.q, inputs.k, inputs.v, causal=causal), None
-        ).check()
+        out = wrapper.forward(inputs.q, inputs.k, inputs.v, causal=causal)
+        runner.compare(inputs, out, None).check()
 
 
-# --- aliases -----------------------------------------------------------------
-
-
-def test_head_dim_qk_means_head_dim(target):
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
-    wrapper.plan(
-        qo_indptr=inputs.qo_indptr,
-        paged_kv_indptr=inputs.kv_indptr,
-        paged_kv_indices=inputs.indices,
-        paged_kv_last_page_len=inputs.last_page_len,
-        num_qo_heads=4,
-        num_kv_heads=2,
-        head_dim_qk=64,
-        head_dim_vo=64,
-        page_size=16,
-        causal=True,
-        use_fp16_qk_reduction=True,
-        q_data_type="bfloat16",
-        o_data_type=torch.bfloat16,
-    )
-    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
-
-
-def test_ragged_keywords(target):
-    inputs = build(RAGGED, device=target.device)
-    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
-        float_workspace_buffer=runner.workspace(target.device), kv_layout="NHD", backend="auto"
-    )
-    wrapper.plan(
-        qo_indptr=inputs.qo_indptr,
-        kv_indptr=inputs.kv_indptr,
-        num_qo_heads=4,
-        num_kv_heads=2,
-        head_dim_qk=64,
-        causal=True,
-        q_data_type=torch.bfloat16,
-    )
-    runner.compare(
-        inputs, *wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, return_lse=True)
-    ).check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_dtypes_by_name(target, dtype):
-    case = RAGGED.with_dtype(dtype)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    name = str(dtype).removeprefix("torch.")
-    for kv_data_type in (None, name, dtype):
-        runner.plan(wrapper, inputs, q_data_type=name, kv_data_type=kv_data_type)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_both_head_dim_spellings_at_once(target):
-    inputs = build(RAGGED, device=target.device)
-    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
-    with pytest.raises((TypeError, ValueError), match="head_dim"):
-        runner.plan(wrapper, inputs, head_dim_qk=128)
-
-
-# --- state that serving engines read -----------------------------------------
-
-
-def test_attributes(target):
-    case = Case("attributes", (9,), (30,), 4, 2, 64, window_left=12, soft_cap=7.0, sm_scale=0.25)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs, causal=True)
-    assert wrapper._window_left == 12
-    assert wrapper._logits_soft_cap == 7.0
-    assert wrapper._sm_scale == 0.25
-    assert wrapper._causal is True
-    assert wrapper._backend == target.backend
-    assert wrapper.is_cuda_graph_enabled is False
-
-    runner.plan(wrapper, inputs, causal=False, window_left=-1, logits_soft_cap=None, sm_scale=None)
-    assert wrapper._window_left == -1
-    assert wrapper._logits_soft_cap == 0.0
-    assert isinstance(wrapper._logits_soft_cap, float)
-    assert wrapper._causal is False
-
-
-def test_the_soft_cap_is_told_as_it_was_given(target):
-    """Engines compare it with theirs, a double; the kernels have it in float32."""
-    inputs = build(RAGGED, device=target.device)
-    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs, logits_soft_cap=0.3)
-    assert wrapper._logits_soft_cap == 0.3
-
-
-@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
-def test_other_options_of_a_call_are_a_plan_of_their_own(case):
+@both
+def test_every_set_of_options_has_a_plan(case):
+    """forward() under other options, after a plan() under others still."""
     inputs = build(case)
     wrapper = runner.make_wrapper(case, backend="cpu")
-    runner.plan(wrapper, inputs)
     calls = ({}, {"pos_encoding_mode": "ALIBI"})
     expected = []
     for options in calls:
         runner.plan(wrapper, inputs, causal=True, **options)
         expected.append(wrapper.run(*tensors(inputs)))
     runner.plan(wrapper, inputs, pos_encoding_mode="ALIBI", logits_soft_cap=20.0)
-    for options, out in zip(calls, expected, strict=True):
+    for options, out in zip(calls * 2, expected * 2, strict=True):
         assert torch.equal(wrapper.forward(*tensors(inputs), causal=True, **options), out)
-    others = wrapper._plan.others
-    assert [options.position.name for options in others] == ["none", "alibi"]
 
 
-@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+@both
 def test_windows_of_run(case, target):
     """Later runs with a window find its variant at once: that of the current plan, though more
-    windows have come since than variants are kept."""
-    wrapper, twin = (
-        runner.make_wrapper(case, backend=target.backend, device=target.device) for _ in range(2)
-    )
+    windows have come since than variants are cached."""
+    (_, wrapper), (_, twin) = (unplanned(case, target) for _ in range(2))
     windows = [*range(12), -1, 3, 1_000_000]
     for seed in range(2):
         inputs = build(case, seed=seed, device=target.device)
@@ -368,44 +202,72 @@ def test_windows_of_run(case, target):
             wrapper.run(*tensors(inputs), window_left=wrong)
 
 
-def test_auto_tells_what_it_chose(target):
+# --- aliases -----------------------------------------------------------------
+
+
+@both
+def test_keywords(target, case):
+    """Every argument by name, head_dim_qk for head_dim, and dtypes as text."""
+    inputs = build(case, device=target.device)
+    kind = type(runner.make_wrapper(case, backend="auto"))
+    wrapper = kind(
+        float_workspace_buffer=runner.workspace(target.device), kv_layout="NHD", backend="auto"
+    )
+    arguments = plan_arguments(inputs)
+    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
+    sizes |= {"page_size": 16} if case.paged else {}
+    arrays = {name: arguments[name] for name in arguments if "_ind" in name or "last" in name}
+    dtypes = {"q_data_type": "bfloat16", "o_data_type": torch.bfloat16}
+    wrapper.plan(**arrays, **sizes, **dtypes, causal=True, use_fp16_qk_reduction=True)
+    names = ("q", "paged_kv_cache") if case.paged else ("q", "k", "v")
+    given = dict(zip(names, tensors(inputs), strict=True))
+    runner.compare(inputs, *wrapper.run(**given, return_lse=True)).check()
+
+
+# --- state that serving engines read -----------------------------------------
+
+
+def test_attributes(target):
+    """The soft cap is the caller's double, which engines compare; the kernels have it in
+    float32."""
+    case = Case("attributes", (9,), (30,), 4, 2, 64, window_left=12, soft_cap=0.3, sm_scale=0.25)
+    inputs, wrapper = planned(case, target, causal=True)
+    assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (12, 0.3, 0.25)
+    assert wrapper._causal is True
+    assert wrapper._backend == target.backend
+    assert wrapper.is_cuda_graph_enabled is False
+    runner.plan(wrapper, inputs, causal=False, window_left=-1, logits_soft_cap=None, sm_scale=None)
+    assert (wrapper._window_left, wrapper._logits_soft_cap) == (-1, 0.0)
+    assert isinstance(wrapper._logits_soft_cap, float)
+    assert wrapper._causal is False
+
+
+def test_auto_names_what_it_chose(target):
     inputs = build(PAGED, device=target.device)
     wrapper = runner.make_wrapper(PAGED, backend="auto", device=target.device)
     runner.plan(wrapper, inputs)
     families = {"cpu": "cpu_", "fa2": "sm80_", "fa3": "sm90_"}
     assert wrapper.variant.startswith(families[wrapper._backend])
-    # Which of the two it is on a Hopper GPU depends on what is compiled (tests/gpu).
+    # The choice between fa2 and fa3 on a Hopper GPU depends on what is compiled (tests/gpu).
     assert wrapper._backend in (("cpu",) if target.device == "cpu" else ("fa2", "fa3"))
 
 
-def test_variant_names_what_runs(target):
-    case = Case("variant", (70,), (70,), 2, 1, 96, dtype=torch.float16, soft_cap=3.0)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs)
-    # One CPU kernel serves every head size and option and has no short tile.
-    prefixes = {"cpu": "cpu_f16_d512", "fa2": "sm80_f16_d128", "fa3": "sm90_f16_d128"}
-    prefix = prefixes[target.backend]
-    assert wrapper.variant == (prefix if target.backend == "cpu" else f"{prefix}_softcap")
-    assert wrapper.variant in repr(wrapper)
+# One CPU kernel serves every head size and option and has no short tile. fa3 has no short tiles for
+# custom masks (forward.toml): one row has a tall one. Those of fa2 have options at run time.
+VARIANTS = [
+    (Case("soft cap", (70,), (70,), 2, 1, 96, dtype=torch.float16, soft_cap=3.0),
+     {"cpu": "cpu_f16_d512", "fa2": "sm80_f16_d128_softcap", "fa3": "sm90_f16_d128_softcap"}),
+    (Case("one row", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED),
+     {"cpu": "cpu_bf16_d512", "fa2": "sm80_bf16_d192x128_decode_softcap_alibi_custom",
+     "fa3": "sm90_bf16_d192x128_custom"}),
+]  # fmt: skip
 
-    one = Case("variant", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED)
-    inputs = build(one, device=target.device)
-    runner.plan(wrapper, inputs)
-    # fa3 has no short tiles for custom masks (forward.toml): one row has a tall one. Those of fa2
-    # have options at run time.
-    names = {
-        "cpu": "cpu_bf16_d512",
-        "fa2": "sm80_bf16_d192x128_decode_softcap_alibi_custom",
-        "fa3": "sm90_bf16_d192x128_custom",
-    }
+
+@pytest.mark.parametrize(("case", "names"), VARIANTS)
+def test_variant_names_what_runs(target, case, names):
+    _, wrapper = planned(case, target)
     assert wrapper.variant == names[target.backend]
     assert wrapper.variant in repr(wrapper)
-
-
-def test_repr_before_plan(target):
-    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
-    assert "BatchPrefillWithPagedKVCacheWrapper" in repr(wrapper)
 
 
 # --- workspaces --------------------------------------------------------------
@@ -414,23 +276,22 @@ SPLIT = Case("split", (2, 70), (700, 300), 4, 2, 64, page_size=16, fixed_split_s
 
 
 def test_workspace_size_is_enough_and_needed(target):
-    inputs = build(SPLIT, device=target.device)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
+    """A smaller workspace is refused with the bytes that would do; no other byte is written."""
+    inputs, wrapper = unplanned(SPLIT, target)
     positional, options = runner.plan_arguments(inputs)
     float_bytes, int_bytes = wrapper.workspace_size(*positional, **options)
     assert isinstance(float_bytes, int)
     assert isinstance(int_bytes, int)
     assert float_bytes > 2 * 4 * 64 * 4  # at least two partial rows per query head
     assert int_bytes > 0
-
-    exact = runner.workspace(target.device, float_bytes)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=exact)
+    whole = torch.full((float_bytes + 8192,), 0x5A, dtype=torch.uint8, device=target.device)
+    inputs, wrapper = unplanned(SPLIT, target, buffer=whole[4096 : 4096 + float_bytes])
     runner.plan(wrapper, inputs)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-    # float_workspace_buffer too small: refused with the number of bytes that would do.
+    check_run(inputs, wrapper)
+    assert bool((whole[:4096] == 0x5A).all())
+    assert bool((whole[4096 + float_bytes :] == 0x5A).all())
     small = runner.workspace(target.device, float_bytes // 2)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=small)
+    inputs, wrapper = unplanned(SPLIT, target, buffer=small)
     with pytest.raises(ValueError, match=str(float_bytes)):
         runner.plan(wrapper, inputs)
 
@@ -460,43 +321,20 @@ def test_workspace_of_decode_batches_under_a_fixed_split(target, paged, keys, sp
 
 
 def test_small_workspace_plans_without_split(target):
-    inputs = build(SPLIT, device=target.device)
-    small = runner.workspace(target.device, 256)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=small)
+    inputs, wrapper = unplanned(SPLIT, target, buffer=runner.workspace(target.device, 256))
     runner.plan(wrapper, inputs, fixed_split_size=None)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_split_writes_only_its_workspace(target):
-    inputs = build(SPLIT, device=target.device)
-    positional, options = runner.plan_arguments(inputs)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
-    float_bytes, _ = wrapper.workspace_size(*positional, **options)
-    whole = torch.full((float_bytes + 8192,), 0x5A, dtype=torch.uint8, device=target.device)
-    inner = whole[4096 : 4096 + float_bytes]
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device, buffer=inner)
-    runner.plan(wrapper, inputs)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    assert bool((whole[:4096] == 0x5A).all())
-    assert bool((whole[4096 + float_bytes :] == 0x5A).all())
+    check_run(inputs, wrapper)
 
 
 def test_reset_workspace_buffer(target):
-    inputs = build(SPLIT, device=target.device)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
+    inputs, wrapper = planned(SPLIT, target)
+    check_run(inputs, wrapper)
+    ints = runner.workspace(target.device, 8 << 20)
+    wrapper.reset_workspace_buffer(runner.workspace(target.device), ints)
     runner.plan(wrapper, inputs)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    old = runner.workspace(target.device)
-    wrapper.reset_workspace_buffer(old, runner.workspace(target.device, 8 * 1024 * 1024))
-    runner.plan(wrapper, inputs)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_reset_to_a_small_workspace_is_noticed(target):
-    inputs = build(SPLIT, device=target.device)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, device=target.device)
-    tiny = runner.workspace(target.device, 256)
-    wrapper.reset_workspace_buffer(tiny, runner.workspace(target.device, 8 * 1024 * 1024))
+    check_run(inputs, wrapper)
+    _, wrapper = unplanned(SPLIT, target)
+    wrapper.reset_workspace_buffer(runner.workspace(target.device, 256), ints)
     with pytest.raises(ValueError, match="float_workspace_buffer"):
         runner.plan(wrapper, inputs)
 
@@ -504,86 +342,78 @@ def test_reset_to_a_small_workspace_is_noticed(target):
 # --- life of a plan ----------------------------------------------------------
 
 
-def test_plan_keeps_no_reference_to_its_arrays(planned):
+@every_case
+def test_plan_keeps_no_reference_to_its_arrays(target, case):
     """The caller may overwrite indptr and indices after plan(); run must not read them again."""
-    inputs, wrapper = planned
+    inputs, wrapper = planned(case, target)
     expected = reference(inputs)
     for name in ("qo_indptr", "kv_indptr", "last_page_len"):
         if (array := getattr(inputs, name)) is not None:
             array.fill_(-1)
-    runner.compare(inputs, *runner.run(wrapper, inputs), expected=expected).check()
+    check_run(inputs, wrapper, expected)
 
 
-def test_replan_with_other_lengths(target):
-    wrapper = None
-    for seed, (qo_lens, kv_lens) in enumerate(
-        [((5, 80), (5, 300)), ((1,), (33,)), ((64, 64, 64, 1), (64, 70, 300, 2)), ((9,), (0,))]
-    ):
-        case = Case("replan", qo_lens, kv_lens, 4, 2, 64, page_size=8, mask=MaskKind.CAUSAL)
-        wrapper = wrapper or runner.make_wrapper(case, backend=target.backend, device=target.device)
+OTHER_LENGTHS = [
+    ((5, 80), (5, 300)),
+    ((1,), (33,)),
+    ((64, 64, 64, 1), (64, 70, 300, 2)),
+    ((9,), (0,)),
+]
+LENS = (20, 3), (50, 60)
+PLANS = {
+    "lengths": [Case("plan", *lens, 4, 2, 64, page_size=8, mask=MaskKind.CAUSAL)
+        for lens in OTHER_LENGTHS],
+    "heads, dims and dtypes": [Case("first", *LENS, 4, 2, 64, dtype=torch.float16),
+        Case("heads", *LENS, 5, 1, 64, mask=MaskKind.CAUSAL),
+        Case("dims", *LENS, 4, 4, 192, 128, mask=MaskKind.CUSTOM),
+        Case("again", *LENS, 4, 2, 128, dtype=torch.float16, soft_cap=3.0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plans", PLANS.values(), ids=PLANS)
+def test_plan_again(target, plans):
+    _, wrapper = unplanned(plans[0], target)
+    for seed, case in enumerate(plans):
         inputs = build(case, device=target.device, seed=seed)
         runner.plan(wrapper, inputs)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        check_run(inputs, wrapper)
 
 
-def test_replan_with_other_heads_dims_and_dtypes(target):
-    case = Case("first", (20, 3), (50, 60), 4, 2, 64, dtype=torch.float16)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    for other in (
-        case,
-        Case("heads", (20, 3), (50, 60), 5, 1, 64, mask=MaskKind.CAUSAL),
-        Case("dims", (20, 3), (50, 60), 4, 4, 192, 128, mask=MaskKind.CUSTOM),
-        Case("again", (20, 3), (50, 60), 4, 2, 128, dtype=torch.float16, soft_cap=3.0),
-    ):
-        inputs = build(other, device=target.device)
-        runner.plan(wrapper, inputs)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-def test_many_layers_with_one_plan(planned):
-    inputs, wrapper = planned
+@every_case
+def test_many_layers_with_one_plan(target, case):
+    inputs, wrapper = planned(case, target)
     for layer in range(3):
         # Other numbers at the same places; what is poisoned stays poisoned.
         inputs.q = torch.randn_like(inputs.q)
         inputs.k.mul_(-0.75)
         inputs.v.mul_(1.5 - layer)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        check_run(inputs, wrapper)
 
 
-def test_empty_batch(target):
-    for case in (
-        Case("empty", (), (), 4, 2, 64),
-        Case("empty_paged", (), (), 4, 2, 64, page_size=16),
-    ):
-        device = target.device
-        wrapper = runner.make_wrapper(case, backend=target.backend, device=device)
-        zero = torch.zeros(1, dtype=torch.int32, device=device)
-        none = torch.empty(0, dtype=torch.int32, device=device)
-        q = torch.empty(0, 4, 64, dtype=torch.bfloat16, device=device)
-        if case.paged:
-            wrapper.plan(zero, zero, none, none, 4, 2, 64, 16, q_data_type=torch.bfloat16)
-            pool = poison((3, 16, 2, 64), torch.bfloat16, device)
-            out, lse = wrapper.run(q, (pool, pool), return_lse=True)
-        else:
-            wrapper.plan(zero, zero, 4, 2, 64, q_data_type=torch.bfloat16)
-            kv = torch.empty(0, 2, 64, dtype=torch.bfloat16, device=device)
-            out, lse = wrapper.run(q, kv, kv, return_lse=True)
-        assert out.shape == (0, 4, 64)
-        assert lse.shape == (0, 4)
+@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
+def test_empty_batch(target, page_size):
+    _, wrapper = unplanned(Case("empty", (), (), 4, 2, 64, page_size=page_size), target)
+    zero = torch.zeros(1, dtype=torch.int32, device=target.device)
+    table = (zero, zero, zero[:0], zero[:0]) if page_size else (zero, zero)
+    sizes = (4, 2, 64, 16) if page_size else (4, 2, 64)
+    wrapper.plan(*table, *sizes, q_data_type=torch.bfloat16)
+    q, kv = (poison((0, n, 64), torch.bfloat16, target.device) for n in (4, 2))
+    pool = poison((3, 16, 2, 64), torch.bfloat16, target.device)
+    out, lse = wrapper.run(q, *(((pool, pool),) if page_size else (kv, kv)), return_lse=True)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
 
 
 def test_kv_forms_are_equal_bit_by_bit(target):
     """The same numbers through another storage give the same bits."""
+    case = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4)
+    twin = build(case, device=target.device)
     results = []
     for form in (KvForm.SEPARATE, KvForm.COMBINED, KvForm.HALVES, KvForm.PADDED, KvForm.TRANSPOSED):
-        case = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4, form=form)
-        base = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4)
-        inputs, twin = build(case, device=target.device), build(base, device=target.device)
-        inputs.q = twin.q
-        inputs.indices, inputs.page_table = twin.indices, twin.page_table
+        inputs, wrapper = unplanned(dataclasses.replace(case, form=form), target)
+        inputs.q, inputs.indices, inputs.page_table = twin.q, twin.indices, twin.page_table
         inputs.k.copy_(twin.k)
         inputs.v.copy_(twin.v)
-        wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
         runner.plan(wrapper, inputs)
         results.append(runner.run(wrapper, inputs))
     for out, lse in results[1:]:
@@ -603,9 +433,7 @@ class Count:
 
 def test_options_are_remembered_by_type_and_value(target):
     """Equal arguments of another type are checked, and a variable one is read every time."""
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
-    runner.plan(wrapper, inputs, window_left=1)
+    inputs, wrapper = planned(PAGED, target, window_left=1)
     with pytest.raises(TypeError, match="window_left"):
         runner.plan(wrapper, inputs, window_left=1.0)
     window = Count(1)
@@ -615,10 +443,9 @@ def test_options_are_remembered_by_type_and_value(target):
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3])
-def test_uniform_q_len_beside_block_tables(target, num_requests):
+def test_uniform_q_len_and_block_tables(target, num_requests):
     case = Case("uniform", (2,) * num_requests, (9,) * num_requests, 4, 2, 64, page_size=16)
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    inputs, wrapper = unplanned(case, target)
     tables = torch.tensor(inputs.page_table, dtype=torch.int32)
     runner.plan(wrapper, inputs, uniform_q_len=2, block_tables=tables)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(inputs, wrapper)

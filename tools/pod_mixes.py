@@ -1,6 +1,6 @@
 """Random mixes of prefill and decode: one launch for both beside a launch for each.
 
-    python tests/gpu/pod_mixes.py 50 --backend fa3 --seed 7 [--seconds 200] [--json FILE]
+    python tools/pod_mixes.py 50 --backend fa3 --seed 7 [--seconds 200] [--json FILE]
 
 Kernel time by graph replay in microseconds, both interleaved, each slot after some milliseconds of
 matrix product; median of 9. `planned` is what plan() takes. The last line is the largest part that

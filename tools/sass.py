@@ -1,5 +1,7 @@
 """Finds where a kernel's machine code touches local memory, in the output of cuobjdump.
 
+`python tools/sass.py LIBRARY...` prints the local accesses of each kernel's main loops.
+
 A kernel's main loops are the innermost loops that hold both matrix products and exponentials. A
 loop is that of a backward branch: its header dominates the branch (natural loops). Convergence
 barriers jump, too: a BSYNC continues where the BSSY that it meets says.
@@ -11,6 +13,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,3 +248,20 @@ def local_accesses_of_main_loops(code: list[Instruction]) -> int:
     if not loops:
         raise ValueError("no loop holds both matrix products and exponentials")
     return flow.count(LOCAL, set().union(*loops))
+
+
+def main(libraries: list[str]) -> None:
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        raise SystemExit("no cuobjdump: pip install nvidia-cuda-cuobjdump, or a CUDA toolkit")
+    for library in libraries:
+        for kernel in disassemble(cuobjdump, Path(library)):
+            try:
+                accesses = str(local_accesses_of_main_loops(kernel.code))
+            except ValueError as error:
+                accesses = str(error)
+            print(f"{kernel.symbol} ({kernel.arch}): {accesses}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""Both wrappers of prefill with decode, driven alike, for tests of this folder."""
+
+import dataclasses
+
+import preflash
+import torch
+from fuzz.pod_trial import note_variants, plan_decode
+from graph_stage import capture
+from preflash.testing import Case, MaskKind, build, poison, runner
+
+PREFILL = Case("prefill", (150,), (333,), 8, 2, 128, mask=MaskKind.CAUSAL)
+DECODE = Case("decode", (1,) * 5, (90, 0, 17, 1, 1333), 8, 2, 128, page_size=16)
+PREFILLS = Case(
+    "prefills", (37, 0, 150, 5), (100, 9, 150, 300), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL
+)
+
+
+def alike(pair: tuple[Case, Case], **changes) -> tuple[Case, Case]:
+    """The pair with the same changes of both cases."""
+    return tuple(dataclasses.replace(case, **changes) for case in pair)
+
+
+class Pod:
+    """PODWithPagedKVCacheWrapper with inputs of a prefill and of a decode batch."""
+
+    make = preflash.PODWithPagedKVCacheWrapper
+
+    def __init__(self, target, pair=(PREFILL, DECODE), **options):
+        self.target, self.device = target, target.device
+        self.prefill, self.decode = (self.built(case, seed) for seed, case in enumerate(pair))
+        self.workspace = runner.workspace(self.device)
+        layout = pair[1].layout
+        self.wrapper = type(self).make(self.workspace, layout, backend=target.backend, **options)
+
+    def built(self, case: Case, seed: int = 0):
+        return build(case, seed=seed, device=self.device)
+
+    def plan(self, **options) -> None:
+        decode = self.decode
+        arrays = (decode.kv_indptr, decode.indices, decode.last_page_len)
+        plan_decode(self.wrapper, decode.case, arrays, **options)
+
+    def tensors(self) -> dict:
+        prefill, decode = self.prefill, self.decode
+        tokens, kv_len = int(prefill.case.layout == "HND"), prefill.case.kv_lens[0]
+        return {
+            "q_p": prefill.q,
+            "k_p": prefill.k.narrow(tokens, 0, kv_len),
+            "v_p": prefill.v.narrow(tokens, 0, kv_len),
+            "q_d": decode.q,
+            "paged_kv_cache_d": decode.cache,
+        }
+
+    def options(self) -> dict:
+        case = self.prefill.case
+        return {
+            "custom_mask_p": None if self.prefill.masks is None else self.prefill.masks[0],
+            "causal_p": self.prefill.pipeline.causal,
+            "kv_layout_p": case.layout,
+            "pos_encoding_mode_p": case.position.value,
+            "sm_scale_p": case.sm_scale,
+            "window_left_p": case.window_left,
+            "rope_scale_p": case.rope_scale,
+            "rope_theta_p": case.rope_theta,
+            "return_lse_p": True,
+            "return_lse_d": True,
+        }
+
+    def outputs(self) -> dict:
+        """Poisoned outputs of both sides, as options of run()."""
+        made = {}
+        for side, inputs in zip("pd", (self.prefill, self.decode), strict=True):
+            case, rows = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
+            made[f"out_{side}"] = poison((*rows, case.head_dim), case.dtype_o, self.device)
+            made[f"lse_{side}"] = poison(rows, torch.float32, self.device)
+        return made
+
+    def run(self, **options):
+        given = {**self.tensors(), **self.options(), **self.outputs(), **options}
+        results = self.wrapper.run(**given)
+        note_variants(self.wrapper, self.prefill, self.decode)
+        return results
+
+    def check(self, **options):
+        """run(), compared with the oracle."""
+        results = self.run(**options)
+        self.compare(results)
+        return results
+
+    def compare(self, results) -> None:
+        for inputs, (out, lse) in zip((self.prefill, self.decode), results, strict=True):
+            if sum(inputs.case.qo_lens) > 0:
+                runner.compare(inputs, out, lse).check()
+
+    def check_replay(self, graph, outputs: dict) -> None:
+        """Replays into the outputs and compares them with the oracle for the current inputs."""
+        for value in outputs.values():
+            value.fill_(float("nan"))
+        graph.replay()
+        self.compare([(outputs[f"out_{side}"], outputs[f"lse_{side}"]) for side in "pd"])
+
+
+class BatchPod(Pod):
+    """BatchPODWithPagedKVCacheWrapper with inputs of a prefill batch and of a decode batch."""
+
+    make = preflash.BatchPODWithPagedKVCacheWrapper
+
+    def __init__(self, target, pair=(PREFILLS, DECODE), **options):
+        super().__init__(target, pair, **options)
+
+    def arrays(self) -> list[torch.Tensor]:
+        names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
+        return [getattr(inputs, name) for inputs in (self.prefill, self.decode) for name in names]
+
+    def plan(self, arrays=None, **options) -> None:
+        case = self.prefill.case
+        given = {
+            "pos_encoding_mode": case.position.value,
+            "window_left": case.window_left,
+            "q_data_type": case.dtype,
+            "kv_data_type": case.dtype_kv,
+        }
+        heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+        self.wrapper.plan(*(arrays or self.arrays()), *heads, **{**given, **options})
+
+    def tensors(self) -> dict:
+        sides = zip("pd", (self.prefill, self.decode), strict=True)
+        return {
+            name: value
+            for side, inputs in sides
+            for name, value in ((f"q_{side}", inputs.q), (f"paged_kv_cache_{side}", inputs.cache))
+        }
+
+    def options(self) -> dict:
+        return {
+            "custom_mask_p": self.prefill.custom_mask,
+            "packed_custom_mask_p": self.prefill.packed_custom_mask,
+            "causal_p": self.prefill.pipeline.causal,
+            "return_lse": True,
+        }
+
+
+def graph_buffers(device, batch: int = 5) -> dict:
+    names = {"paged_kv_indptr": batch + 1, "paged_kv_indices": 400, "paged_kv_last_page_len": batch}
+    ints = {"dtype": torch.int32, "device": device}
+    return {f"{name}_buffer": torch.zeros(size, **ints) for name, size in names.items()}
+
+
+class GraphPod(Pod):
+    """A wrapper with use_cuda_graph=True: decode tensors that never move, of any batch of five."""
+
+    def __init__(self, target):
+        super().__init__(target, use_cuda_graph=True, **graph_buffers(target.device))
+        self.pool = torch.zeros(2, 200, 16, 2, 128, dtype=DECODE.dtype, device=self.device)
+        self.q = torch.empty_like(self.decode.q)
+
+    def load(self, kv_lens, seed: int, **changes) -> None:
+        self.decode = self.built(dataclasses.replace(DECODE, kv_lens=kv_lens, **changes), seed)
+        for place, values in zip(self.pool, self.decode.cache, strict=True):
+            place[: values.shape[0]].copy_(values)
+        self.q.copy_(self.decode.q)
+
+    def tensors(self) -> dict:
+        return {**super().tensors(), "q_d": self.q, "paged_kv_cache_d": tuple(self.pool)}
+
+
+def captured(pod: Pod, recorder):
+    """Runs and captures a run; returns the graph and its outputs."""
+    outputs = pod.outputs()
+    pod.check(**outputs)
+    return capture(recorder, pod.device, lambda: pod.run(**outputs)), outputs

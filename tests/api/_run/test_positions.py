@@ -1,0 +1,153 @@
+"""ALiBi and RoPE by hand, from plan to plan and from call to call, and refused frequencies."""
+
+import dataclasses
+import itertools
+import math
+
+import preflash
+import pytest
+import torch
+from planned_cases import planned
+from preflash.testing import Case, Magnitude, MaskKind, Position, build, reference, runner
+from preflash.testing.oracle import Rope
+
+ALIBI, ROPE = Position.ALIBI, Position.ROPE
+HALF = torch.float16
+LOG2_E = math.log2(math.e)
+
+
+@pytest.mark.parametrize(("lse_base", "unit"), [("log2", LOG2_E), ("ln", 1.0)])
+def test_alibi_counts_from_the_local_row(target, lse_base, unit):
+    """With q = 0 the logits are slope * (j - i), i the row within its request."""
+    case = Case("zero_q", (5, 3), (40, 7), 6, 2, 64, page_size=16, position=ALIBI)
+    inputs, wrapper = planned(case, target)
+    inputs.q.zero_()
+    _, lse = runner.run(wrapper, inputs, lse_base=lse_base)
+    for head, slope in enumerate([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]):
+        logits = [
+            [slope * (key - row) for key in range(kv_len)]
+            for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True)
+            for row in range(qo_len)
+        ]
+        wanted = torch.tensor([math.log(sum(map(math.exp, row))) * unit for row in logits])
+        torch.testing.assert_close(lse[:, head].cpu(), wanted, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("row_is_key", [True, False])
+def test_rope_by_hand(target, row_is_key):
+    """q and k of one dimension: the logit is the cosine of the angle between the positions."""
+    dim, pair, rows, keys = 64, 5, 3, 40
+    q = torch.zeros(rows, 2, dim, dtype=HALF)
+    k, v = torch.zeros(2, keys, 2, dim, dtype=HALF)
+    q[..., pair if row_is_key else pair + dim // 2] = 1.0
+    k[..., pair] = 1.0
+    _, lse = preflash.single_prefill_with_kv_cache(
+        *map(target.to, (q, k, v)), sm_scale=1.0, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
+        rope_theta=100.0, return_lse=True, lse_base="ln", backend=target.backend,
+    )  # fmt: skip
+    step = 100.0 ** (-2 * pair / dim) / 2.0
+    for row in range(rows):
+        angles = [step * (keys - rows + row - key) for key in range(keys)]
+        # The unit vector of d + D / 2 is a quarter turn ahead of that of d.
+        logits = [math.cos(a) if row_is_key else -math.sin(a) for a in angles]
+        wanted = math.log(sum(map(math.exp, logits)))
+        # A GPU multiplies rotated rows in float16: each has half an ulp, 2^-11 of itself.
+        rounding = 1e-5 if target.backend == "cpu" else 2.0**-10
+        assert lse[row].tolist() == pytest.approx([wanted, wanted], abs=rounding)
+
+
+def test_very_negative_logits_of_rope(target):
+    case = Case("negative", (20, 70), (77, 300), 4, 2, 64, magnitude=Magnitude.VERY_NEGATIVE)
+    # Rotated products are not exact: they are rounded as ordinary numbers are.
+    case = dataclasses.replace(case, sm_scale=1e-3, mask=MaskKind.CAUSAL, position=ROPE)
+    inputs, wrapper = planned(case, target)
+    runner.compare(inputs, *runner.run(wrapper, inputs), logit_rounding=32.0).check()
+
+
+def check_pipeline(inputs, result, **changes) -> None:
+    """Compares a result with the oracle's for another slope or rotation."""
+    pipeline = dataclasses.replace(inputs.pipeline, **changes)
+    runner.compare(inputs, *result, reference(inputs, pipeline=pipeline)).check()
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_alibi_planned_again(target, page_size):
+    """Each plan() sets the encoding; on a GPU the variant shows it."""
+    case = Case("again", (9, 3), (30, 5), 4, 2, 64, page_size=page_size, position=ALIBI)
+    inputs, wrapper = planned(case, target)
+    for encoding in ("ALIBI", "NONE") * 2:
+        runner.plan(wrapper, inputs, pos_encoding_mode=encoding)
+        assert ("alibi" in wrapper.variant) == (encoding == "ALIBI" and target.backend != "cpu")
+        changes = {} if encoding == "ALIBI" else {"slopes": None}
+        check_pipeline(inputs, runner.run(wrapper, inputs), **changes)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_rope_planned_again(target, page_size):
+    case = Case("again", (9, 3), (30, 5), 4, 2, 64, page_size=page_size, position=ROPE)
+    inputs, wrapper = planned(case, target)
+    for rope in (Rope(), None, Rope(8.0, 5e5), Rope(8.0)):
+        options = {"pos_encoding_mode": "NONE"}
+        if rope is not None:
+            options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
+        runner.plan(wrapper, inputs, **options)
+        if target.backend != "cpu":  # whose one kernel rotates or not
+            assert ("converted" in wrapper.variant) == (rope is not None)
+        check_pipeline(inputs, runner.run(wrapper, inputs), rope=rope)
+
+
+def test_forward_has_its_own_frequencies(target):
+    """The defaults of the deprecated call replace the frequencies of plan()."""
+    case = Case("forward", (9, 3), (30, 5), 4, 2, 64, position=ROPE, mask=MaskKind.CAUSAL)
+    inputs, wrapper = planned(case, target)
+    runner.plan(wrapper, inputs, rope_theta=77.0)
+    llama = {"pos_encoding_mode": "ROPE_LLAMA"}
+    for rope, options in (
+        (Rope(), llama),
+        (Rope(2.0, 5e5), {**llama, "rope_scale": 2, "rope_theta": 5e5}),
+        (None, {}),
+    ):
+        tensors = (inputs.q, inputs.k, inputs.v)
+        result = wrapper.forward_return_lse(*tensors, causal=True, **options)
+        check_pipeline(inputs, result, rope=rope)
+
+
+def test_single_requests_keep_their_frequencies_apart(target):
+    """Plans of single requests are remembered."""
+    inputs = build(Case("apart", (9,), (30,), 4, 2, 64, position=ROPE), device=target.device)
+    for rope in (Rope(), Rope(2.0), Rope(2.0, 50.0), Rope()):
+        options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
+        check_pipeline(inputs, runner.single(inputs, backend=target.backend, **options), rope=rope)
+    with pytest.raises(TypeError, match="rope_scale"):  # True and 1.0 are equal keys of a dict
+        runner.single(inputs, backend=target.backend, rope_scale=True)
+
+
+REFUSED = [
+    ({"rope_scale": 0.0}, ValueError, "rope_scale=0.0: must be positive"),
+    ({"rope_scale": -1.0}, ValueError, "rope_scale=-1.0: must be positive"),
+    ({"rope_theta": math.inf}, ValueError, "rope_theta=inf: must be finite"),
+    ({"rope_theta": math.nan}, ValueError, "rope_theta=nan: must be finite"),
+    ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a float"),
+    ({"rope_scale": 1e-5}, ValueError, "rope_scale=1e-05 .*radians"),
+    ({"rope_theta": 1e-9}, ValueError, "rope_theta=1e-09: .*radians"),
+    ({"pos_encoding_mode": "NONE", "rope_theta": 5e5}, ValueError, "only .*'ROPE_LLAMA'"),
+    ({"pos_encoding_mode": "ALIBI", "rope_scale": 2.0}, ValueError, "it is 'ALIBI'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "why"), REFUSED, ids=itertools.count())
+def test_refusals(options, error, why):
+    inputs = build(Case("refused", (9,), (30,), 4, 2, 64, position=ROPE))
+    wrapper = runner.planned(inputs, backend="cpu")
+    with pytest.raises(error, match=why):
+        runner.plan(wrapper, inputs, **options)
+    with pytest.raises(error, match=why):
+        runner.single(inputs, backend="cpu", **options)
+    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+
+
+@pytest.mark.parametrize("mode", [Position.NONE, ALIBI], ids=lambda mode: mode.value)
+def test_neutral_frequencies_are_accepted(target, mode):
+    inputs = build(Case("neutral", (9,), (30,), 4, 2, 64, position=mode), device=target.device)
+    result = runner.single(inputs, backend=target.backend, rope_scale=1.0, rope_theta=1e4)
+    runner.compare(inputs, *result).check()
