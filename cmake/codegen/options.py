@@ -233,7 +233,8 @@ def _packed(items: Iterable[str], separator: str = ",") -> list[str]:
 def checked_alone(table: Table) -> str:
     """The options that one check takes, without others."""
     return "\n".join(
-        f'    CheckedAlone("{one.name}", validate.{one.check}, "{one.field}", {one.initial or None}),'
+        f'    CheckedAlone("{one.name}", validate.{one.check}, "{one.field}", '
+        f"{one.initial or None}),"
         for one in table.options.values()
         if one.check not in ("", TOGETHER)
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vocabulary import (
+    DEQUANTIZATION,
     OPERANDS,
     OPTION_CHOICES,
     SCHEDULES,
     SHORT_TILES,
     SIZES,
     TILE_ROWS,
-    DEQUANTIZATION,
     Axis,
     Enum,
     Family,
