@@ -134,10 +134,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 upload.
             batch_invariant: the bits of a request's rows depend on the request alone: not on the
                 rest of the batch, on how its prompt was cut into chunks and decode steps, on CUDA
-                graphs, page size or GPU model; docs/invariance.md has the exceptions, above all those
-                of fa3. Without fixed_split_size it
-                means disable_split_kv. PREFLASH_BATCH_INVARIANT=1 in the environment, read at
-                import, sets it for every call.
+                graphs, page size or GPU model. docs/invariance.md has the exceptions, most of them
+                on fa3. Without fixed_split_size it means disable_split_kv.
+                PREFLASH_BATCH_INVARIANT=1 in the environment, read at import, sets it for every
+                call.
             fixed_split_size: keys per KV chunk, rounded up to whole key tiles; implies
                 batch_invariant. None, 0 and -1 let the planner choose.
             disable_split_kv: never split keys, whatever fixed_split_size says; implies
