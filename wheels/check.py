@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ MAX_BYTES = 25_000_000
 MAX_IMPORT_SECONDS = 0.15  # beside torch's
 FORBIDDEN = ("libcuda.", "libcudart.", "libtorch", "libc10", "libpython")
 LICENSES = ("LICENSE", "NOTICE", "LICENSE.cutlass")
+EXAMPLE_IN_C = Path(__file__).parents[1] / "docs" / "examples" / "c" / "prefill.c"
 
 # Loads the binding without preflash/__init__.py, which wants torch; prints what it lists.
 BINDING = """
@@ -103,7 +105,8 @@ def _size_and_tags(wheel: Path) -> list[str]:
 def _contents(package: Path) -> list[str]:
     expected = ["__init__.py", "py.typed", "prefill.pyi", "variants.json"]
     expected += ["lib/libpreflash_kernels_common.so", "lib/libpreflash.so"]
-    expected += ["include/preflash/preflash.h"]
+    expected += ["include/preflash/preflash.h", "lib/pkgconfig/preflash.pc"]
+    expected += [f"lib/cmake/preflash/preflash-config{part}.cmake" for part in ("", "-version")]
     found = [f"lacks preflash/{name}" for name in expected if not (package / name).is_file()]
     if len(list(package.glob("_core.*.so"))) != 1:
         found.append("does not hold exactly one preflash/_core")
@@ -148,6 +151,10 @@ def _on_a_bare_machine(wheel: Path, python: str, torch: str | None) -> list[str]
         installed = subprocess.run([*pip, "--no-deps", str(wheel)], capture_output=True, text=True)
         if installed.returncode != 0:
             return [f"pip refuses it: {_last_line(installed.stderr)}"]
+        (package,) = directory.glob("lib/python*/site-packages/preflash")
+        library = package / "lib"
+        flags = [f"-I{package / 'include'}", f"-L{library}", "-lpreflash", f"-Wl,-rpath,{library}"]
+        in_c = [] if shutil.which("cc") is None else program_in_c(flags)
         bare = {"PATH": str(directory / "bin"), "CUDA_VISIBLE_DEVICES": "", "HOME": scratch}
         bare |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
@@ -156,7 +163,23 @@ def _on_a_bare_machine(wheel: Path, python: str, torch: str | None) -> list[str]
                 [str(inside), *command], env=bare, cwd=scratch, capture_output=True, text=True
             )
 
-        return _binding(told, wheel) + ([] if torch is None else _commands(told))
+        return in_c + _binding(told, wheel) + ([] if torch is None else _commands(told))
+
+
+def program_in_c(flags: list[str]) -> list[str]:
+    """Compiles the example in C with flags as `python -m preflash config` prints them, and runs it.
+
+    Returns:
+        One sentence if the compiler or the program fails, else an empty list.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        program = str(Path(scratch) / "prefill")
+        for command in (["cc", str(EXAMPLE_IN_C), *flags, "-lm", "-o", program], [program]):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                said = _last_line(done.stderr or done.stdout)
+                return [f"{Path(command[0]).name} of {EXAMPLE_IN_C.name} fails: {said}"]
+    return []
 
 
 def _emulated(wheel: Path, python: list[str]) -> list[str]:
@@ -197,7 +220,7 @@ def _commands(told) -> list[str]:
     missed = told("-c", MISS)
     if not re.search(r"head_dim", missed.stdout):
         found.append(f"a plan that no kernel serves says: {_last_line(missed.stderr)}")
-    for command in (["info"], ["check"]):
+    for command in (["info"], ["check"], ["config"]):
         done = told("-m", "preflash", *command)
         if done.returncode != 0:
             found.append(f"python -m preflash {command[0]}: {_last_line(done.stderr)}")

@@ -86,5 +86,6 @@ def _write_stubs(stubs: Path, cache: Path, python: str, machine: str) -> None:
     # Few functions, such as atexit(), are not in libc.so.6: every library has its own.
     ask = [f"{prefix_of(machine)}gcc", "-print-file-name=libc_nonshared.a"]
     nonshared = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
-    parts = f"{stubs / 'libc.so.6'} {nonshared} AS_NEEDED({stubs / 'libld.so.2'})"
-    (stubs / "libc.so").write_text(f"INPUT({parts})\n")
+    # glibc 2.28 has threads in a library of its own, which the newer one's compiler does not name.
+    needed = f"AS_NEEDED({stubs / 'libld.so.2'} {stubs / 'libpthread.so.0'})"
+    (stubs / "libc.so").write_text(f"INPUT({stubs / 'libc.so.6'} {nonshared} {needed})\n")

@@ -3,6 +3,7 @@ what is wrong, and its symbols are those of preflash.h."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -21,14 +22,17 @@ from preflash.testing.inputs import Inputs, as_nhd, pages_of
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 EXAMPLES = ROOT / "docs" / "examples"
+EXAMPLE = EXAMPLES / "c" / "prefill.c"
 HEADER = ROOT / "include" / "preflash" / "preflash.h"
 MAP = ROOT / "cpp" / "c" / "preflash.map"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+SANITIZE = os.environ.get("PREFLASH_CFLAGS", "").split()  # make sanitize
 POSITIONS = [Position.NONE, Position.ROPE, Position.ALIBI]
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
+@functools.cache
 def config(*options: str) -> list[str]:
     """Words that `python -m preflash config` prints."""
     command = [sys.executable, "-m", "preflash", "config", *options]
@@ -46,8 +50,7 @@ def compiled(tmp_path_factory):
         if source not in made:
             made[source] = folder / source.stem
             command = ["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror"]
-            command += os.environ.get("PREFLASH_CFLAGS", "").split()  # make sanitize
-            command += [source, *flags, "-lm", "-o", made[source]]
+            command += [*SANITIZE, source, *flags, "-lm", "-o", made[source]]
             subprocess.run(command, check=True)
         return made[source]
 
@@ -198,37 +201,6 @@ def test_every_function_is_a_symbol_with_a_version_and_nothing_else_is():
     assert sorted(re.findall(r"^    (preflash_\w+);", MAP.read_text(), re.M)) == sorted(functions())
 
 
-LAYOUT = """
-#include <preflash/preflash.h>
-#include <stdio.h>
-#define AT(type, member) printf("%s.%s %zu\\n", #type, #member, offsetof(type, member))
-int main(void) {
-  AT(preflash_segment, q_dtype); AT(preflash_segment, rope_scale); AT(preflash_segment, qo_indptr);
-  AT(preflash_segment, block_table_stride); AT(preflash_segment, reserved);
-  AT(preflash_tensors, out); AT(preflash_tensors, sm_scale); AT(preflash_tensors, mask_bits);
-  printf("%zu %zu %zu %zu\\n", sizeof(preflash_segment), sizeof(preflash_tensor),
-         sizeof(preflash_tensors), sizeof(preflash_memory));
-}
-"""
-
-
-def test_structs_of_abi_1_keep_their_layout(compiled, tmp_path):
-    """Members may be appended, and grow the sizes in the last line; nothing else may change."""
-    source = tmp_path / "layout.c"
-    source.write_text(LAYOUT)
-    assert output_of(compiled(source)).splitlines() == [
-        "preflash_segment.q_dtype 24",
-        "preflash_segment.rope_scale 56",
-        "preflash_segment.qo_indptr 80",
-        "preflash_segment.block_table_stride 120",
-        "preflash_segment.reserved 140",
-        "preflash_tensors.out 152",
-        "preflash_tensors.sm_scale 224",
-        "preflash_tensors.mask_bits 240",
-        "144 48 248 24",
-    ]
-
-
 def test_the_header_is_cpp_too(tmp_path):
     source = tmp_path / "includes.cpp"
     source.write_text(
@@ -238,11 +210,46 @@ def test_the_header_is_cpp_too(tmp_path):
                     tmp_path / "includes.o"], check=True)  # fmt: skip
 
 
+# The package's files for pkg-config and CMake.
+
+
+PROJECT = f"""
+cmake_minimum_required(VERSION 3.16)
+project(user LANGUAGES C)
+find_package(preflash 0.1 REQUIRED)
+add_executable(prefill {EXAMPLE})
+target_link_libraries(prefill PRIVATE preflash::preflash m)
+"""
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="there is no pkg-config")
+def test_pkg_config_finds_the_package(tmp_path):
+    (directory,) = config("--libdir")
+    environment = {**os.environ, "PKG_CONFIG_PATH": f"{directory}/pkgconfig"}
+    command = ["pkg-config", "--cflags", "--libs", "preflash >= 0.1"]
+    flags = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    program = tmp_path / "prefill"
+    words = [*SANITIZE, *flags.stdout.split(), f"-Wl,-rpath,{directory}", "-lm"]
+    subprocess.run(["cc", EXAMPLE, *words, "-o", program], check=True)
+    assert "largest error 0.00" in output_of(program)
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
+def test_find_package_finds_the_package(tmp_path):
+    (directory,) = config("--libdir")
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT)
+    found = f"-Dpreflash_DIR={directory}/cmake/preflash"
+    flags = f"-DCMAKE_C_FLAGS={' '.join(SANITIZE)}"
+    output_of("cmake", "-S", tmp_path, "-B", tmp_path / "build", found, flags)
+    output_of("cmake", "--build", tmp_path / "build")
+    assert "largest error 0.00" in output_of(tmp_path / "build" / "prefill")
+
+
 # The examples.
 
 
 def test_the_example_in_c(compiled):
-    assert "largest error 0.00" in output_of(compiled(EXAMPLES / "c" / "prefill.c"))
+    assert "largest error 0.00" in output_of(compiled(EXAMPLE))
 
 
 @pytest.mark.skipif(shutil.which("rustc") is None, reason="there is no rustc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from preflash import _core
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,3 +98,25 @@ def test_size_is_limited(package, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "MAX_BYTES", 1000)
     (found,) = check.problems(packed(tmp_path, package))
     assert "more than 1000" in found
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_example_in_c_is_compiled_against_an_installed_wheel(tmp_path):
+    """The flags are those that `python -m preflash config` prints in an environment of its own."""
+    wheel = packed(tmp_path, Path(_core.__file__).parent)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    inside = str(tmp_path / "env" / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", inside, "install", "-q", "--no-deps"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "torch.pth").write_text(str(Path(torch.__file__).parents[1]))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [inside, "-m", "preflash", "config", "--cflags", "--libs"]
+    run = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    flags = subprocess.run(command, check=True, **run).stdout.split()
+    package = packages / "preflash"
+    assert flags[:2] == [f"-I{package / 'include'}", f"-L{package / 'lib'}"]
+    assert check.program_in_c(flags) == []
+    (package / "lib" / "libpreflash.so").unlink()
+    (found,) = check.program_in_c(flags)
+    assert found.startswith("cc of prefill.c fails: ")

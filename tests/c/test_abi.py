@@ -1,0 +1,137 @@
+"""preflash.h keeps the ABI that abi_1.txt records: functions, values of enums, layouts of structs.
+
+A line that goes or changes breaks programs compiled earlier. Such a change raises
+PREFLASH_ABI_VERSION, and its interface is recorded in abi_<version>.txt. A function, a value or a
+member that is appended adds lines to the recorded file:
+
+    python tests/c/test_abi.py > tests/c/abi_1.txt
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEADER = ROOT / "include" / "preflash" / "preflash.h"
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+def interface(header: str) -> list[str]:
+    """Returns a line for each function, enum value and struct member that a header declares.
+
+    The C compiler computes values, offsets and sizes in bytes. Structs that begin with their size
+    may grow, so only the size of a struct without such a member is a line.
+    """
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header, flags=re.S)
+    lines = [" ".join(function.split()) for function in re.findall(r"PREFLASH_API ([^;#]*);", text)]
+    prints = []
+    for enum, body in re.findall(r"typedef enum (\w+) \{(.*?)\}", text, re.S):
+        for name in re.findall(r"(\w+)[^,]*,?", body):
+            prints.append(f'printf("{enum} {name} = %d\\n", (int){name});')
+    for struct, body in re.findall(r"typedef struct (\w+) \{(.*?)\}", text, re.S):
+        members = re.findall(r"(\w[\w *]*[ *])(\w+);", body)
+        assert len(members) == body.count(";"), f"a member of {struct} is not <type> <name>;"
+        for kind, name in members:
+            values = f"offsetof({struct}, {name}), sizeof((({struct}*)0)->{name})"
+            line = f"{struct}: {kind.strip()} {name} at %zu, %zu bytes"
+            prints.append(f'printf("{line}\\n", {values});')
+        if ("size_t ", "size") not in members:
+            prints.append(f'printf("{struct}: %zu bytes\\n", sizeof({struct}));')
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "preflash.h").write_text(header)
+        main = "\n".join(["int main(void) {", *prints, "}\n"])
+        (folder / "abi.c").write_text(f'#include "preflash.h"\n#include <stdio.h>\n{main}')
+        subprocess.run(["cc", "-std=c11", "abi.c", "-o", "abi"], cwd=folder, check=True)
+        printed = subprocess.run([folder / "abi"], capture_output=True, text=True, check=True)
+    return lines + printed.stdout.splitlines()
+
+
+def recorded(header: str) -> list[str]:
+    """Returns the lines recorded for the header's PREFLASH_ABI_VERSION."""
+    (version,) = re.findall(r"#define PREFLASH_ABI_VERSION (\d+)", header)
+    return Path(__file__).with_name(f"abi_{version}.txt").read_text().splitlines()
+
+
+def broken(header: str) -> list[str]:
+    """Returns the recorded lines that a header does not keep."""
+    kept = set(interface(header))
+    return [line for line in recorded(header) if line not in kept]
+
+
+def test_the_header_keeps_its_abi():
+    header = HEADER.read_text()
+    assert broken(header) == [], "raise PREFLASH_ABI_VERSION, or undo the change"
+
+
+def test_the_whole_interface_is_recorded():
+    header = HEADER.read_text()
+    added = set(interface(header)) - set(recorded(header))
+    assert sorted(added) == [], "append these lines to the recorded file"
+
+
+REMOVED = "PREFLASH_API void preflash_plan_destroy(preflash_plan* plan);"
+BREAKS = {
+    "a removed function": (REMOVED, "", ["void preflash_plan_destroy(preflash_plan* plan)"]),
+    "another parameter": (
+        "preflash_plan_create(int device,",
+        "preflash_plan_create(int64_t device,",
+        ["preflash_status preflash_plan_create(int device, preflash_plan** plan)"],
+    ),
+    "swapped members": (
+        "  int32_t num_qo_heads;\n  int32_t num_kv_heads;",
+        "  int32_t num_kv_heads;\n  int32_t num_qo_heads;",
+        [
+            "preflash_segment: int32_t num_qo_heads at 8, 4 bytes",
+            "preflash_segment: int32_t num_kv_heads at 12, 4 bytes",
+        ],
+    ),
+    "a member of another type": (
+        "  float soft_cap;",
+        "  int32_t soft_cap;",
+        ["preflash_segment: float soft_cap at 48, 4 bytes"],
+    ),
+    "a struct that must not grow": (
+        "  int64_t num_tokens;",
+        "  int64_t num_tokens;\n  int64_t added;",
+        ["preflash_tensor: 48 bytes"],
+    ),
+    "a renumbered value": (
+        "PREFLASH_BFLOAT16 = 2",
+        "PREFLASH_BFLOAT16 = 7",
+        ["preflash_dtype PREFLASH_BFLOAT16 = 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_breaks_are_found(name):
+    before, after, expected = BREAKS[name]
+    header = HEADER.read_text()
+    assert header.count(before) == 1
+    found = broken(header.replace(before, after))
+    assert [line for line in expected if line not in found] == []
+
+
+def test_appended_members_values_and_functions_are_no_break():
+    header = HEADER.read_text()
+    appended = [
+        ("  int32_t reserved;", "  int32_t reserved;\n  int64_t added;"),
+        ("PREFLASH_FLOAT8_E5M2 = 4", "PREFLASH_FLOAT8_E5M2 = 4, PREFLASH_ADDED = 5"),
+        (REMOVED, f"{REMOVED}\nPREFLASH_API int preflash_added(void);"),
+    ]
+    for before, after in appended:
+        assert header.count(before) == 1
+        header = header.replace(before, after)
+    assert broken(header) == []
+
+
+if __name__ == "__main__":
+    print("\n".join(interface(HEADER.read_text())))
