@@ -283,14 +283,15 @@ def _may_be_cut(case: Case, call: Call) -> bool:
     """True if a part of a request's rows is a request with the same results: what a row sees goes
     by its own position, or by none. Tiles are skipped for all rows of a warpgroup."""
     placed = case.window_left >= 0 or case.position is not Position.NONE
-    # Logits with ALiBi are counted from the first row of the call, in chunks and beside sinks.
     fixed = case.fixed_split_size is not None and not case.disable_split_kv
-    counted = case.position is Position.ALIBI and (fixed or case.sinks is not Sinks.NONE)
     return (
         case.is_invariant
         and call.skip_factor == 0.0
         and call.copies is not Copies.ALWAYS
-        and not counted
+        # Logits with ALiBi are counted from the first row of the call.
+        and case.position is not Position.ALIBI
+        # A row takes its sink with its keys, or where its chunks are merged.
+        and not (fixed and case.sinks is not Sinks.NONE)
         and (case.mask is MaskKind.CAUSAL or not placed)
     )
 

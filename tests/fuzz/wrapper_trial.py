@@ -19,7 +19,7 @@ import torch
 import wrapper_options
 from preflash import _core
 from preflash.testing import runner
-from preflash.testing.case import Case, MaskKind, Position
+from preflash.testing.case import Case, MaskKind
 from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import Expected, reference
 
@@ -359,8 +359,6 @@ def _invariant(trial: Trial, result: Result) -> list[str]:
     with a CUDA graph's buffers."""
     rng, failures = random.Random(trial.problem.seed), _alone(trial, result)
     case, begins, call = trial.inputs.case, _first_rows(trial), trial.problem.call
-    if case.position is Position.ALIBI:  # its logits are counted from the first row of a request
-        result = dataclasses.replace(result, lse=None)
     for i in range(min(case.batch_size, _MOST_ALONE)):
         for begin, end in _parts(rng, case, i):
             graph = rng.random() < 0.5

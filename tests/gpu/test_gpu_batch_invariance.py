@@ -4,6 +4,7 @@ have another shape beside other requests, and its operands another way into the 
 import itertools
 import random
 
+import preflash
 import pytest
 import torch
 from backends import on_every_backend
@@ -65,6 +66,78 @@ def test_requests_have_the_bits_that_they_have_alone(backend, options, dims, len
             **{"mask": MaskKind.CAUSAL} | OPTIONS[options] | split,
         )
         check(Problem(case, Call(copies=copies), Also.ALONE, rng.randrange(2**31)), backend)
+
+
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("options", ["plain", "soft_cap", "rope", "e4m3", "rope_e4m3", "window"])
+@on_every_backend
+def test_chunks_and_decode_steps_have_the_bits_of_the_prefill(backend, options, dims):
+    """With few keys no rounding to 16 bits hides another order of adding up."""
+    rng = random.Random(f"{options} {dims}")
+    for split, page_size in itertools.product(SPLITS, (0, 1, 16, 48)):
+        case = Case(
+            "invariance",
+            (13, 21, 6),
+            (13, 70, 6),
+            *rng.choice([(14, 2), (4, 2), (3, 3)]),
+            dims[0],
+            head_dim_vo=dims[1],
+            page_size=page_size,
+            dtype=rng.choice([torch.float16, torch.bfloat16]),
+            **{"mask": MaskKind.CAUSAL} | OPTIONS[options] | split,
+        )
+        call = Call(copies=Copies.NEVER)
+        check(Problem(case, call, Also.INVARIANT, rng.randrange(2**31)), backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
+@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@on_every_backend
+def test_pages_do_not_matter(backend, dims, dtype):
+    d, d_vo = dims[0], dims[1] or dims[0]
+    qo_len, heads, kv_heads = 5, 4, 2
+    generator = torch.Generator().manual_seed(5)
+    for kv_len in (5, 27, 64, 130, 203):
+        q, k, v = (
+            torch.randn(*shape, generator=generator).to(dtype).cuda()
+            for shape in ((qo_len, heads, d), (kv_len, kv_heads, d), (kv_len, kv_heads, d_vo))
+        )
+        results = []
+        for page_size in (0, 1, 8, 16, 64, 256):
+            wrapper, run = _planned(backend, q, k, v, page_size)
+            results.append(wrapper.run(q, *run))
+        for result in results[1:]:
+            assert torch.equal(result, results[0]), kv_len
+
+
+def _planned(backend, q, k, v, page_size):
+    """A wrapper with a batch-invariant plan of one request, and its K and V for run()."""
+    workspace = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    options = {
+        "causal": True, "q_data_type": q.dtype, "kv_data_type": k.dtype, "batch_invariant": True,
+        "o_data_type": torch.bfloat16 if q.dtype == E4M3 else q.dtype, "head_dim_vo": v.shape[-1],
+    }  # fmt: skip
+    heads = (q.shape[1], k.shape[1], q.shape[2])
+    qo_indptr = torch.tensor([0, len(q)], dtype=torch.int32)
+    try:
+        if page_size == 0:
+            wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
+            kv_indptr = torch.tensor([0, len(k)], dtype=torch.int32)
+            wrapper.plan(qo_indptr, kv_indptr, *heads, **options)
+            return wrapper, (k, v)
+        wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+        count = -(-len(k) // page_size)
+        indices = torch.arange(count - 1, -1, -1, dtype=torch.int32)
+        last = torch.tensor([len(k) - (count - 1) * page_size], dtype=torch.int32)
+        kv_indptr = torch.tensor([0, count], dtype=torch.int32)
+        wrapper.plan(qo_indptr, kv_indptr, indices.cuda(), last, *heads, page_size, **options)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    cache = [torch.zeros(count * page_size, *x.shape[1:], dtype=x.dtype).cuda() for x in (k, v)]
+    for rows, x in zip(cache, (k, v), strict=True):
+        rows.view(torch.uint8)[: len(x)] = x.view(torch.uint8)
+    pages = [rows.view(count, page_size, *rows.shape[1:]).flip(0) for rows in cache]
+    return wrapper, (tuple(pages),)
 
 
 @pytest.mark.parametrize("text", SEEN)

@@ -96,7 +96,8 @@ const char* encode_q(Encode function, const ForwardSegment& params, const BoxSha
 }  // namespace
 
 BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n) {
-  constexpr int kSwizzleRows = 8;  // a box must begin where the swizzle pattern begins
+  constexpr int kSwizzleRows = 8;      // a box must begin where the swizzle pattern begins
+  constexpr int kMostSingleRows = 16;  // of a box that is loaded row by row
   BoxShape box;
   if (params.group_size <= tile_m) {
     box.q_heads = params.group_size;
@@ -106,6 +107,11 @@ BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n) {
     box.kv_rows = tile_n;
   } else if (params.page_size % kSwizzleRows == 0) {
     box.kv_rows = std::gcd(params.page_size, tile_n);
+  }
+  if (!params.split.is_invariant()) {
+    box.tail_rows = box.kv_rows;
+  } else if (box.kv_rows > 0) {
+    box.kv_rows = std::gcd(box.kv_rows, kMostSingleRows);
   }
   return box;
 }
@@ -121,10 +127,12 @@ const char* encode_kv_maps(const ForwardSegment& params, const BoxShape& box, Te
   if (function == nullptr) return kNoEncoder;
   // Without keys there is nothing to load, and TMA refuses an empty tensor.
   if (box.kv_rows == 0 || params.k.num_tokens == 0 || params.k.num_pages == 0) return nullptr;
-  const char* error =
-      encode_kv(function, params, params.k, params.head_dim_qk, box.kv_rows, maps.k);
-  if (error != nullptr) return error;
-  return encode_kv(function, params, params.v, params.head_dim_vo, box.kv_rows, maps.v);
+  auto encode = [&](int box_rows, CUtensorMap& k, CUtensorMap& v) {
+    const char* error = encode_kv(function, params, params.k, params.head_dim_qk, box_rows, k);
+    return error ? error : encode_kv(function, params, params.v, params.head_dim_vo, box_rows, v);
+  };
+  const char* error = encode(box.kv_rows, maps.k.boxes, maps.v.boxes);
+  return error != nullptr || box.tail_rows > 0 ? error : encode(1, maps.k.row, maps.v.row);
 }
 
 }  // namespace preflash

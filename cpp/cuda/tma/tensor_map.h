@@ -13,7 +13,8 @@
 // they belong there; in the box with a request's last key the kernel's mask takes it into account
 // (kernels/sm90/forward_mask.cuh).
 // To put the zeros at the end, the tensor would have to begin before its first byte; TMA
-// faults if nothing is mapped there.
+// faults if nothing is mapped there. A batch-invariant plan needs each key in its place, whichever
+// keys follow: it loads the box with a request's last key row by row, and its boxes are small.
 #pragma once
 
 #include <cuda.h>
@@ -23,17 +24,24 @@
 
 namespace preflash {
 
+struct KvMaps {
+  CUtensorMap boxes;
+  CUtensorMap row;  // a box of one row; where BoxShape::tail_rows is 0
+};
+
 struct TensorMaps {
   CUtensorMap q;  // [kv head, token, head in group, column]
-  CUtensorMap k;
-  CUtensorMap v;
+  KvMaps k;
+  KvMaps v;
 };
 
 // The box sizes of one launch.
 struct BoxShape {
-  int q_heads = 1;   // group_size, or 1 where a group exceeds a tile
-  int q_tokens = 1;  // tokens that fit a tile, or 1 where a group exceeds it
-  int kv_rows = 0;   // divides the tile and the page; 0: rows are gathered without TMA
+  int q_heads = 1;    // group_size, or 1 where a group exceeds a tile
+  int q_tokens = 1;   // tokens that fit a tile, or 1 where a group exceeds it
+  int kv_rows = 0;    // divides the tile and the page; 0: rows are gathered without TMA
+  int tail_rows = 0;  // of the box with a request's last key, which is its last row; 0: each key is
+                      // in its place
 };
 
 BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n);

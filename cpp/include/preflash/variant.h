@@ -115,6 +115,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 14;
+inline constexpr int kKernelAbiVersion = 15;
 
 }  // namespace preflash

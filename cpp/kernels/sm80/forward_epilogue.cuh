@@ -30,8 +30,9 @@ struct ForwardEpilogue {
       float factor = result.factor * out_scale();
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); ++c) {
-        // A row without keys is 0, also where 0 * V is inf or NaN.
-        rows_of_o(r, c) = result.empty ? 0.0f : rows_of_o(r, c) * factor;
+        // A row without keys is 0, also where 0 * V is inf or NaN. + 0: a zero is +0, as in rows
+        // that are merged from chunks.
+        rows_of_o(r, c) = result.empty ? 0.0f : fmaf(rows_of_o(r, c), factor, 0.0f);
       }
       if (peers.first() && thread % 4 == 0) store_lse(at, r, result.lse);
     }

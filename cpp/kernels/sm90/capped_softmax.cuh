@@ -5,9 +5,12 @@
 //
 // In bfloat16, where P has float32's range, the reference of every row is a constant
 // (SoftCap::reference): a capped row needs no maximum. Elsewhere references are those of the
-// speculative softmax. In float16 each becomes the row max so far in an item's second tile, too:
-// the first tile of a causal item leaves some rows few keys, and a cap bounds what later tiles can
-// add to the maximum of a whole one.
+// speculative softmax. In float16 each becomes the row max so far in a row's second tile, too: its
+// first tile may leave it few keys, and a cap bounds what later tiles can add to the maximum of a
+// whole one.
+//
+// A row's bits do not depend on the rows beside it: neither on which of an item's tiles is the
+// first with its keys, nor on which ones are masked.
 #pragma once
 
 #include "kernels/sm90/eight_bit_softmax.cuh"
@@ -35,13 +38,25 @@ struct CappedSoftmax : SpeculativeSoftmax {
   // A mask would come between the second half and the exponentials.
   static constexpr bool kMasks = true;
 
-  bool is_second = true;  // whether the tile of the next update() is an item's second one
+  bool is_second[kRows] = {};  // the tile of the next update() is the row's second one
 
   CUTE_DEVICE void begin(const auto& scores, const NoShift& shift, const auto& segment) {
     *this = {};
-    if (!segment.cap.is_bounded()) return SpeculativeSoftmax::begin(scores, shift, segment);
+    if (!segment.cap.is_bounded()) {
+      SpeculativeSoftmax::begin(scores, shift, segment);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) is_second[r] = has_reference(r);
+      return;
+    }
     CUTE_UNROLL
     for (float& of_row : reference) of_row = segment.cap.reference;
+  }
+  CUTE_DEVICE void make_first(const auto& scores, const NoShift& shift, auto& p,
+                              const auto& segment) {
+    if (!segment.cap.is_bounded()) {
+      return SpeculativeSoftmax::make_first(scores, shift, p, segment);
+    }
+    exponentiate_masked(scores, shift, p, sum, segment.logits.scale_log2);
   }
   CUTE_DEVICE static void before_o(auto&& scores, const NoShift&, const auto& segment) {
     if (segment.cap.form != CapForm::kHardware) return segment.cap.apply(scores, segment.logits);
@@ -53,8 +68,13 @@ struct CappedSoftmax : SpeculativeSoftmax {
     if (!segment.cap.is_bounded()) {
       if (segment.cap.form == CapForm::kHardware) apply_rest(scores, segment.cap);
       mask();
-      if (kRaises && is_second) raise(scores, shift, out, segment.logits.scale_log2);
-      return SpeculativeSoftmax::update(scores, shift, p, out, segment, mask);
+      if (!kRaises) return SpeculativeSoftmax::update(scores, shift, p, out, segment, mask);
+      raise(scores, shift, out, segment.logits.scale_log2);
+      const bool had_reference[kRows] = {has_reference(0), has_reference(1)};
+      SpeculativeSoftmax::update(scores, shift, p, out, segment, mask);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) is_second[r] = !had_reference[r] && has_reference(r);
+      return;
     }
     const float scale_log2 = segment.logits.scale_log2;
     float tile_sum[kRows];
@@ -63,18 +83,26 @@ struct CappedSoftmax : SpeculativeSoftmax {
       return kFour && column % 4 == 1 ? exp2_polynomial(x) : exp2_approx(x);
     });
     // Few tiles are masked: they are computed again.
-    if (mask()) SpeculativeSoftmax::exponentiate(scores, shift, p, tile_sum, scale_log2);
+    if (mask()) exponentiate_masked(scores, shift, p, tile_sum, scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
  private:
+  CUTE_DEVICE bool has_reference(int r) const { return reference[r] != -INFINITY; }
+
   CUTE_DEVICE void raise(const auto& scores, const auto& shift, auto& out, float scale_log2) {
-    is_second = false;
+    if (!__any_sync(0xffffffffu, is_second[0] || is_second[1])) return;
     float tile_max[kRows];
     maxima(scores, shift, tile_max);
-    const bool has_reference[kRows] = {reference[0] != -INFINITY, reference[1] != -INFINITY};
-    move(tile_max, out, has_reference, scale_log2);
+    move(tile_max, out, is_second, scale_log2);
+  }
+  // Where scores may be -inf, which the polynomial does not take.
+  CUTE_DEVICE void exponentiate_masked(const auto& scores, const auto& shift, auto& p,
+                                       float (&tile_sum)[kRows], float scale_log2) const {
+    exponentiate(scores, shift, p, tile_sum, scale_log2, [](int column, float x) {
+      return kFour && column % 4 == 1 && x != -INFINITY ? exp2_polynomial(x) : exp2_approx(x);
+    });
   }
   CUTE_DEVICE static void apply_rest(auto&& scores, const SoftCap& cap) {
     if (kFour) cap.template apply_to_half<0>(scores);

@@ -99,7 +99,8 @@ struct ForwardEpilogue {
   // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
   CUTE_DEVICE void store(const Prepared& ready, auto& tOrO, Element* staging) const {
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
-    for_each_element(rows_of_o, [&](int r, int, float& x) { x *= ready.factor[r]; });
+    // + 0: a zero is +0, as in rows that are merged from chunks.
+    for_each_element(rows_of_o, [&](int r, int, float& x) { x = fmaf(x, ready.factor[r], 0.0f); });
     // A row without keys is 0, also where 0 * V is inf or NaN.
     if (__any_sync(0xffffffffu, ready.empty[0] || ready.empty[1])) {
       for_each_element(rows_of_o, [&](int r, int, float& x) { x = ready.empty[r] ? 0.0f : x; });

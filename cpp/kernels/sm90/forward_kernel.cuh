@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
       const TensorMaps& maps = params.segments[s].maps;
       prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.q));
       if (!gather) {
-        prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.k));
-        prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.v));
+        prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.k.boxes));
+        prefetch_tma_descriptor(reinterpret_cast<const TmaDescriptor*>(&maps.v.boxes));
       }
     }
   }

@@ -1,8 +1,9 @@
 // The consumer main loop. A warpgroup computes S = Q K^T, finishes its scores, applies the online
 // softmax and accumulates O += P V over the KV tiles of its work items, the last tile of an item
 // first. The tiles of all items form one sequence, so an item's first QK product overlaps with the
-// last PV product of the item before it. step() is the schedule; the rest is how items begin, meet
-// and end.
+// last PV product of the item before it. step() is the schedule; an item begins with a step of QK
+// alone or in the step of the last item's PV, and ends in the next item's first step or with PV
+// alone.
 //
 // Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh,
 // eight_bit_operands.cuh), how Q arrives (load_query.cuh), which tiles there are
@@ -58,8 +59,8 @@ struct ForwardMainloop {
       for (;;) {
         run_steps(item, transition);
         operands.q_read.advance();
-        // NOTE: warpgroups whose turn is later may still hold Q, so this warpgroup passes the tiles
-        // that it skips before it waits for the next Q.
+        // NOTE: this warpgroup passes its turns at the tiles that it skips before it waits for the
+        // next Q: the others release Q only after their turns.
         const Item& next = transition.next;
         if (item.skipped_last > 0 || !next.any() || next.idle) break;
         Transition next_transition = next_item_step(item, transition);
@@ -109,110 +110,113 @@ struct ForwardMainloop {
   };
   CUTE_DEVICE CoordinatesOf at(const Item& item) const { return {*this, item}; }
 
-  // S(t) and O += P V(t - 1) of one item: t is `tile`, t - 1 the tile computed before. Between two
-  // turns of this warpgroup the other warpgroups' products run. meanwhile() prepares the item's
-  // end.
-  CUTE_DEVICE void step(const auto& tSrQ, const Item& item, int tile, const auto& meanwhile) {
-    // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
-    if (skipped.this_tile()) {
-      scores_without_pv(tSrQ, item, tile, meanwhile);
-    } else {
+  // What a step computes: S = Q K^T of a tile, O += P V of the tile before it, or both.
+  enum class Work { kQk, kPv, kQkPv };
+
+  // What S is of: an item's first tile, or a later one.
+  struct First {
+    const Item& item;
+    const FirstTile& ahead;
+    static constexpr bool kFirst = true;
+  };
+  struct Later {
+    const Item& item;
+    int tile;
+    static constexpr bool kFirst = false;
+  };
+  // What O is of: an item that this P V ends. Later: an item that goes on.
+  struct Last {
+    const Item& item;
+    const typename Epilogue::Prepared& ready;
+    int skipped_v;  // tiles of V that this warpgroup passes before it stores O
+  };
+  struct None {
+    static constexpr bool kFirst = false;
+  };
+
+  // The schedule: S(t) of `s` and P V(t - 1) of `o`, where t - 1 is the tile before in the
+  // sequence, and then P(t). Between two turns of this warpgroup the other warpgroups' products
+  // run.
+  template <Work kWork>
+  CUTE_DEVICE void step(const auto& s, const auto& o, const auto& meanwhile) {
+    constexpr bool kQk = kWork != Work::kPv;
+    constexpr bool kPv = kWork != Work::kQk;
+    constexpr bool kSoftmaxFirst = s.kFirst && Traits::kSoftmaxBeforeStore;
+    if constexpr (kQk) {
       operands.order_barrier_wait();  // K(t) has arrived, and it is this warpgroup's turn
-      operands.issue_qk(tSrQ);
-      scores.bias.issue(smem, operands.tSrS);
-      operands.issue_pv();  // V(t - 1) has arrived
-      operands.release_p_mailbox();
-      operands.order_barrier_arrive();
-      meanwhile();
-      operands.template wait_for_s<true>();
-      finish_scores(item, tile);
-      softmax.before_o(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
+      operands.issue_qk(operands.q());
+      if constexpr (!s.kFirst) scores.bias.issue(smem, operands.tSrS);
+    }
+    if constexpr (kPv) operands.issue_pv();  // V(t - 1) has arrived
+    if constexpr (kQk) operands.order_barrier_arrive();
+    meanwhile();
+    if constexpr (kQk) {
+      operands.template wait_for_s<kPv>();
+      finish_scores(s);  // factors, soft cap, bias, mask
+    }
+    if constexpr (kPv) {
       operands.wait_for_o();
       operands.release_v();
-      softmax.after_o(operands.rows_of_o());
-      operands.add_up(softmax, segment(item));
     }
-    if (!skipped.this_tile()) exponentiate(item, tile);
-  }
-  // Tile t - 1 was skipped: there is no P V.
-  CUTE_DEVICE void scores_without_pv(const auto& tSrQ, const Item& item, int tile,
-                                     const auto& meanwhile) {
-    operands.order_barrier_wait();
-    operands.issue_qk(tSrQ);
-    scores.bias.issue(smem, operands.tSrS);
-    operands.order_barrier_arrive();
-    operands.skip_v();
-    meanwhile();
-    operands.template wait_for_s<false>();
-    finish_scores(item, tile);
-  }
-  // The steps of an item after its first one.
-  CUTE_DEVICE void run_steps(const Item& item, Transition& transition) {
-    Tensor tSrQ = operands.q();
-    tiles.for_others(
-        item, at(item),
-        [&](int tile, const auto& meanwhile)
-            __attribute__((always_inline)) { step(tSrQ, item, tile, meanwhile); },
-        [&] { transition = prepare_transition(item); });
+    if constexpr (kQk && kSoftmaxFirst) exponentiate(s);
+    if constexpr (kPv) finish_o(o);
+    if constexpr (kQk && !kSoftmaxFirst) exponentiate(s);
   }
 
-  // An item's first S and P, if no item came right before.
-  CUTE_DEVICE Transition begin(const Item& item, const FirstTile& first) {
+  // The steps of an item after its first one.
+  CUTE_DEVICE void run_steps(const Item& item, Transition& transition) {
+    auto later_step = [&](int tile, const auto& meanwhile) __attribute__((always_inline)) {
+      const Later later{item, tile};
+      // NOTE: no product is in flight where the branches part or meet: wgmma would be serialized.
+      if (skipped.latest_tile()) {  // the tile before: it has no P V
+        step<Work::kQk>(later, None{}, [&] {
+          operands.skip_v();
+          meanwhile();
+        });
+      } else {
+        step<Work::kQkPv>(later, later, [&] {
+          operands.release_p_mailbox();
+          meanwhile();
+        });
+      }
+    };
+    tiles.for_others(item, at(item), later_step, [&] { transition = prepare_transition(item); });
+  }
+
+  // An item's first step, if no item came right before.
+  CUTE_DEVICE Transition begin(const Item& item, const FirstTile& ahead) {
     timer.start();
     for (int i = 0; i < item.skipped_first; ++i) {
       operands.skip_k();
       operands.skip_v();
     }
-    tiles.begin_step();
-    query(item).arrive(operands.q_read);
-    operands.order_barrier_wait();
-    operands.issue_qk(operands.q());
-    operands.order_barrier_arrive();
-    scores = Scores<Traits>::of(at(item)(item.own.begin), smem);
-    tiles.meanwhile(item, at(item));
     Transition transition;
-    if (tiles.prepares_in_first_step(item)) transition = prepare_transition(item);
-    operands.template wait_for_s<false>();
-    finish_first_scores(item, first);
-    exponentiate_first(item);
+    wait_for_q(item);
+    step<Work::kQk>(First{item, ahead}, None{}, [&] { begin_scores(item, transition); });
     return transition;
   }
 
-  // Steps from one item to the next: S belongs to `next`, O to `last`, whose LSE and factors are
-  // computed while the products run. Returns the transition after this one.
+  // The step from one item to the next: S is of `next`, O of `last`. LSE and factors of `last` are
+  // computed beside the products, before the softmax begins anew. Returns the transition after this
+  // one.
   CUTE_DEVICE Transition next_item_step(const Item& last, const Transition& transition) {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) operands.skip_k();
-    tiles.begin_step();
-    query(next).arrive(operands.q_read);
-    operands.order_barrier_wait();
-    operands.issue_qk(operands.q());
-    operands.issue_pv();
-    operands.order_barrier_arrive();
-    typename Epilogue::Prepared ready = prepare_o(last, transition);
-    scores = Scores<Traits>::of(at(next)(next.own.begin), smem);
-    tiles.meanwhile(next, at(next));
     Transition next_transition;
-    if (tiles.prepares_in_first_step(next)) next_transition = prepare_transition(next);
-    operands.template wait_for_s<true>();
-    finish_first_scores(next, transition.next_first);
-    operands.wait_for_o();
-    operands.release_v();
-    if constexpr (Traits::kSoftmaxBeforeStore) exponentiate_first(next);
-    for (int i = 0; i < next.skipped_first; ++i) operands.skip_v();
-    store_o(last, ready);
-    timer.start();
-    if constexpr (!Traits::kSoftmaxBeforeStore) exponentiate_first(next);
+    typename Epilogue::Prepared ready;
+    wait_for_q(next);
+    step<Work::kQkPv>(First{next, transition.next_first}, Last{last, ready, next.skipped_first},
+                      [&] {
+                        ready = prepare_o(last, transition);
+                        begin_scores(next, next_transition);
+                      });
     return next_transition;
   }
 
-  // Computes an item's last PV product and stores its O, if no item directly follows.
+  // An item's last step, if no item directly follows.
   CUTE_DEVICE void end(const Item& item, const Transition& transition) {
-    operands.issue_pv();
-    auto ready = prepare_o(item, transition);
-    operands.wait_for_o();
-    operands.release_v();
-    store_o(item, ready);
+    typename Epilogue::Prepared ready;
+    step<Work::kPv>(None{}, Last{item, ready, 0}, [&] { ready = prepare_o(item, transition); });
     for (int i = 0; i < item.skipped_last; ++i) {
       operands.skip_k();
       operands.skip_v();
@@ -244,43 +248,68 @@ struct ForwardMainloop {
     return transition;
   }
 
+  CUTE_DEVICE void wait_for_q(const Item& item) {
+    tiles.begin_step();
+    query(item).arrive(operands.q_read);
+  }
+  // Beside an item's first products.
+  CUTE_DEVICE void begin_scores(const Item& item, Transition& transition) {
+    scores = Scores<Traits>::of(at(item)(item.own.begin), smem);
+    tiles.meanwhile(item, at(item));
+    if (tiles.prepares_in_first_step(item)) transition = prepare_transition(item);
+  }
+
   // S is complete: K(t) is free, and Q after the item's last tile.
   CUTE_DEVICE void release_k(const Item& item, int tile) {
     operands.release_k();
     if (tiles.is_last(item, tile)) operands.release_q();
   }
-  CUTE_DEVICE void finish_scores(const Item& item, int tile) {
-    release_k(item, tile);
-    scores.finish(segment(item), operands.rows_of_s());
-    if constexpr (!softmax.kMasks) tiles.mask(item, tile, at(item), operands.rows_of_s());
+  CUTE_DEVICE void finish_scores(const Later& s) {
+    release_k(s.item, s.tile);
+    scores.finish(segment(s.item), operands.rows_of_s());
+    if constexpr (!softmax.kMasks) tiles.mask(s.item, s.tile, at(s.item), operands.rows_of_s());
     // An item's last tile is never skipped: the transition to the next item contains its P V.
-    skipped.look_at(operands.rows_of_s(), tiles.is_last(item, tile), warpgroup);
+    skipped.look_at(operands.rows_of_s(), tiles.is_last(s.item, s.tile), warpgroup);
+    softmax.before_o(operands.rows_of_s(), scores.bias.shift(s.tile), segment(s.item));
   }
   // Also sets the rows' first references, which does not need O.
-  CUTE_DEVICE void finish_first_scores(const Item& item, const FirstTile& first) {
-    int tile = tiles.first(item);
-    Coordinates coordinates = at(item)(tile);
-    release_k(item, tile);
-    scores.finish_first(segment(item), coordinates, operands.rows_of_s());
-    tiles.mask_first(item, first, operands.rows_of_s());
+  CUTE_DEVICE void finish_scores(const First& s) {
+    int tile = tiles.first(s.item);
+    Coordinates coordinates = at(s.item)(tile);
+    release_k(s.item, tile);
+    scores.finish_first(segment(s.item), coordinates, operands.rows_of_s());
+    tiles.mask_first(s.item, s.ahead, operands.rows_of_s());
     skipped.begin(coordinates, operands.rows_of_s());
-    softmax.begin(operands.rows_of_s(), scores.bias.shift(tile), segment(item));
+    softmax.begin(operands.rows_of_s(), scores.bias.shift(tile), segment(s.item));
     operands.first_pv = GMMA::ScaleOut::Zero;
   }
 
-  CUTE_DEVICE void exponentiate(const Item& item, int tile) {
+  // P of S, unless the tile is skipped.
+  CUTE_DEVICE void exponentiate(const Later& s) {
+    if (skipped.latest_tile()) return;
     auto rows_of_o = operands.rows_of_o();
-    auto mask = [&] { return tiles.mask(item, tile, at(item), operands.rows_of_s()); };
-    softmax.update(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, rows_of_o,
-                   segment(item), mask);
-    operands.exchange_p(softmax, segment(item), tiles.is_last(item, tile));
+    auto mask = [&] { return tiles.mask(s.item, s.tile, at(s.item), operands.rows_of_s()); };
+    softmax.update(operands.rows_of_s(), scores.bias.shift(s.tile), operands.tOrP, rows_of_o,
+                   segment(s.item), mask);
+    operands.exchange_p(softmax, segment(s.item), tiles.is_last(s.item, s.tile));
   }
-  CUTE_DEVICE void exponentiate_first(const Item& item) {
-    const int tile = tiles.first(item);
-    softmax.make_first(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP, segment(item));
-    operands.exchange_p(softmax, segment(item), tiles.is_last(item, tile));
+  CUTE_DEVICE void exponentiate(const First& s) {
+    const int tile = tiles.first(s.item);
+    softmax.make_first(operands.rows_of_s(), scores.bias.shift(tile), operands.tOrP,
+                       segment(s.item));
+    operands.exchange_p(softmax, segment(s.item), tiles.is_last(s.item, tile));
   }
 
+  // O has the P V of every tile before the one that S is of.
+  CUTE_DEVICE void finish_o(const Later& o) {
+    softmax.after_o(operands.rows_of_o());
+    operands.add_up(softmax, segment(o.item), o.tile);
+  }
+  CUTE_DEVICE void finish_o(const Last& o) {
+    for (int i = 0; i < o.skipped_v; ++i) operands.skip_v();
+    store_o(o.item, o.ready);
+    timer.start();  // of the next item
+  }
   CUTE_DEVICE typename Epilogue::Prepared prepare_o(const Item& item,
                                                     const Transition& transition) {
     operands.prepare_o(softmax, segment(item));

@@ -19,7 +19,7 @@ struct ScoreCoordinates {
   int tile;      // own_tile(): in units of kTileN keys
 
   // In the tile with the request's last key the columns from `edge` on lie `shift` further right,
-  // because TMA puts the rows of a partial box at its end (cuda/tma/tensor_map.h).
+  // where TMA puts the rows of a partial box at its end (cuda/tma/tensor_map.h).
   struct Tail {
     int edge;
     int shift;
@@ -27,7 +27,7 @@ struct ScoreCoordinates {
     CUTE_DEVICE bool holds(int column) const { return column >= edge; }
   };
   CUTE_DEVICE Tail tail() const {
-    int box_rows = params.box.kv_rows;
+    int box_rows = params.box.tail_rows;
     int last = state.request.kv_len - first_key();
     if (box_rows == 0 || last >= Traits::kTileN) return {Traits::kTileN, 0};
     int in_box = last % box_rows;

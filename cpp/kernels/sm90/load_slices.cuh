@@ -75,12 +75,12 @@ struct SliceBoxes {
     const TmaCoordinates box{__shfl_sync(0xffffffffu, tile.box.page, lane),
                              __shfl_sync(0xffffffffu, tile.box.x, lane),
                              __shfl_sync(0xffffffffu, tile.box.r, lane)};
-    const CUtensorMap& map = kOperand == Operand::kK ? params.maps.k : params.maps.v;
+    const KvMaps& maps = kOperand == Operand::kK ? params.maps.k : params.maps.v;
 #pragma unroll 1
     for (int slice = 0; slice < num_slices; ++slice, column += Traits::kSliceColumns) {
       if (turns == 0) {
         write.wait();
-        load_boxes<Traits, kBlocks>(map, TMA::CacheHintSm90::EVICT_LAST, params.box.kv_rows, box,
+        load_boxes<Traits, kBlocks>(maps, TMA::CacheHintSm90::EVICT_LAST, params.box.kv_rows, box,
                                     tile.kv_head, column, write, loader);
         turns = Writer::kLoaders;
       }

@@ -52,15 +52,22 @@ struct QLoader {
 // The coordinates of box lane_id() of an item's tile of K or V. Only rows of keys in range are
 // fetched: pages below a window may have been recycled, and rows past the request's end may be
 // another request's.
+// r > 0: a box that is loaded row by row. Its first r rows are used, from x on.
 template <class Traits>
 CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const ItemKeys& item,
                                            int tile) {
   int box_rows = params.box.kv_rows;
   int box_key = tile * Traits::kItemTileN + lane_id() * box_rows;
+  int end = min(item.keys.end, box_key + box_rows);
   int first = max(item.keys.begin, box_key);
-  int num_rows = max(min(item.keys.end, box_key + box_rows) - first, 0);
+  int num_rows = max(end - first, 0);
   TmaCoordinates coordinates{0, 0, num_rows - box_rows};
   if (num_rows == 0 || lane_id() * box_rows >= Traits::kItemTileN) return coordinates;
+  if (params.box.tail_rows == 0 && end < box_key + box_rows) {
+    // The request's own keys below a window are in the same page.
+    first = box_key;
+    coordinates.r = end - box_key;
+  }
   if (params.page_indices == nullptr) {
     coordinates.x = item.kv_begin + first;
   } else {
@@ -75,14 +82,14 @@ CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const It
 // coordinates of box lane_id(). write: TileWriter or the like. loader: of the loading warps.
 // elect_one_sync() tells the compiler that a single lane issues; `lane == 0` would not.
 template <class Traits, int kBlocks>
-CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int box_rows,
+CUTE_DEVICE void load_boxes(const KvMaps& maps, TMA::CacheHintSm90 hint, int box_rows,
                             const TmaCoordinates& of_lane, int kv_head, int column,
                             const auto& write, int loader) {
   constexpr int kTileN = Traits::kTileN;
   auto* tile = write.tile();
   constexpr int kColumns = kBlockRowBytes / sizeof(*tile);
   TransactionBarrier& full = write.full();
-  auto load = [&](const TmaCoordinates& at, int row) {
+  auto load = [&](const CUtensorMap& map, const TmaCoordinates& at, int row) {
     CUTE_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<std::uint64_t*>(&full),
@@ -101,11 +108,28 @@ CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int
   if (box_rows == kTileN) {
     const TmaCoordinates only{warp_uniform(of_lane.page), warp_uniform(of_lane.x),
                               warp_uniform(of_lane.r)};
-    return issue([&] { load(only, 0); });
+    return issue([&] { load(maps.boxes, only, 0); });
   }
   auto* shared = write.smem.boxes[loader];
   if (lane_id() < Traits::kMaxBoxes) shared[lane_id()] = of_lane;
   __syncwarp();
+  const bool by_row = lane_id() * box_rows < kTileN && of_lane.r > 0;
+  if (__any_sync(0xffffffffu, by_row)) {
+    return issue([&] {
+#pragma unroll 1
+      for (int row = 0; row < kTileN; row += box_rows) {
+        const TmaCoordinates box = shared[row / box_rows];
+        if (box.r <= 0) {
+          load(maps.boxes, box, row);
+          continue;
+        }
+#pragma unroll 1
+        for (int i = 0; i < box_rows; ++i) {
+          load(maps.row, {box.page, box.x + i, i < box.r ? 0 : -1}, row + i);
+        }
+      }
+    });
+  }
   // In groups: moving one box's coordinates to uniform registers overlaps with the next box's.
   constexpr int kGroup = Traits::kMaxBoxes % 4 == 0 ? 4 : 2;
   issue([&] {
@@ -116,7 +140,7 @@ CUTE_DEVICE void load_boxes(const CUtensorMap& map, TMA::CacheHintSm90 hint, int
       CUTE_UNROLL
       for (int i = 0; i < kGroup; ++i) {
         const int row = (box + i) * box_rows;
-        if (row < kTileN) load(group[i], row);
+        if (row < kTileN) load(maps.boxes, group[i], row);
       }
     }
   });
@@ -134,7 +158,7 @@ struct TmaLoader {
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     const ItemKeys item = ItemKeys::of(state);
     const HopperSegment& segment = params.segment(item.segment);
-    const CUtensorMap& map = Writer::kIsK ? segment.maps.k : segment.maps.v;
+    const KvMaps& maps = Writer::kIsK ? segment.maps.k : segment.maps.v;
     // The keys of a decode batch are read once. Without the hint they would evict data from the L2
     // that is read again: the prefill's keys, the page table, the next kernel's inputs.
     const bool once = state.request.qo_len * segment.group_size <= segment.rows_per_tile;
@@ -142,7 +166,7 @@ struct TmaLoader {
     auto look_up = [&](int tile) { return box_coordinates<Traits>(segment, item, tile); };
     for_each_tile(tiles, state, look_up, [&](const TmaCoordinates& boxes, bool is_first) {
       write.wait();
-      load_boxes<Traits, Writer::kBlocks>(map, hint, segment.box.kv_rows, boxes, item.kv_head, 0,
+      load_boxes<Traits, Writer::kBlocks>(maps, hint, segment.box.kv_rows, boxes, item.kv_head, 0,
                                           write, !Writer::kIsK);
       write.next.advance();
       if (is_first) after_first();

@@ -34,7 +34,7 @@ struct SkippedTiles {
   bool skips = false;
 
   // True if the tile that was looked at last is skipped.
-  CUTE_DEVICE bool this_tile() const { return kSkips && skips; }
+  CUTE_DEVICE bool latest_tile() const { return kSkips && skips; }
   // An item's first tile is computed.
   CUTE_DEVICE void begin(const ScoreCoordinates<Traits>& at, const auto& scores) {
     if constexpr (kSkips) {

@@ -2,13 +2,15 @@
 // and its accumulators. SlicedOperands (sliced_operands.cuh) and EightBitOperands
 // (eight_bit_operands.cuh) have the same hooks:
 //
-//   order_barrier_wait(), order_barrier_arrive()   between them the products are issued
-//   issue_qk(), issue_pv()             S = Q K^T, O (+)= P V, when the operands have arrived
-//   wait_for_s(), wait_for_o()         the products that come before so many later ones
-//   add_up(), prepare_o(), finish_o()  where O is added up
-//   exchange_p(), release_p_mailbox()         P is made; nothing reads the other CTA's P, nor
-//   staged O release_*()                        the operand's buffer may be filled again skip_k(),
-//   skip_v()                 of a tile that other warpgroups compute
+//   order_barrier_wait()                 K has arrived, and it is this warpgroup's turn
+//   issue_qk()                           S = Q K^T
+//   issue_pv()                           O (+)= P V, when V has arrived
+//   order_barrier_arrive()               the next warpgroup's turn begins
+//   wait_for_s(), wait_for_o()           S, O is complete
+//   add_up(), prepare_o(), finish_o()    where O is added up in float32
+//   exchange_p(), release_p_mailbox()    P is made; nothing reads the other CTA's P any more
+//   release_q(), release_k(), release_v()  the operand's buffer may be filled again
+//   skip_k(), skip_v()                   of a tile that only other warpgroups compute
 #pragma once
 
 #include "kernels/sm90/forward_params.cuh"
@@ -33,7 +35,7 @@ struct Accumulators {
   AccumulatorS tSrS;                               // ((2, 2, N / 8), 1, 1)
   OperandP tOrP;                                   // ((2, 2, 2), 1, N / 16); 8 bits: (4, ...)
   AccumulatorO tOrO;                               // ((2, 2, D / 8), 1, slices of V, or 1)
-  GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // of the next P V: keeps the old O, or not
+  GMMA::ScaleOut first_pv = GMMA::ScaleOut::Zero;  // the next P V overwrites O; One: adds to it
   ConsumerPipelineState<Traits::kQStages> q_read = {};
 
   CUTE_DEVICE Accumulators(SharedStorage<Traits>& smem, int warpgroup, int thread)
@@ -58,7 +60,7 @@ struct Accumulators {
   CUTE_DEVICE void release_q() { release(smem.barriers.q.empty[q_read.index()]); }
 
   // O is complete, but for an item's last P V.
-  CUTE_DEVICE void add_up(const auto&, const auto&) { first_pv = GMMA::ScaleOut::One; }
+  CUTE_DEVICE void add_up(const auto&, const auto&, int) { first_pv = GMMA::ScaleOut::One; }
   // Hooks at an item's end: its last references are final; all of O is complete.
   CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
   CUTE_DEVICE static void finish_o() {}
@@ -146,11 +148,12 @@ struct WholeOperands : Accumulators<Traits> {
   CUTE_DEVICE void skip_k() {
     order_barrier_wait();
     end_turn();
+    __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
     release_k();
   }
   CUTE_DEVICE void skip_v() {
     smem.barriers.v.full[v_read.index()].wait(v_read.phase());
-    __syncwarp();  // no lane may still wait for this phase when the buffer is filled again
+    __syncwarp();
     release_v();
   }
 };
