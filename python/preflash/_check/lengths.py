@@ -37,7 +37,7 @@ def batch_lengths(
     uploader: _core.Uploader | None = None,
 ) -> tuple[_core.Batch, PageList | None]:
     """The lengths of the requests of plan(), and the pages that hold their keys; None if ragged.
-    The planner checks the values of indptr.
+    Checks the form of the arrays; their values are checked by validate() of cpp/planner.
 
     a: page_size, and whether the lengths are upper bounds. indices_buf: where plan() will put the
     page indices, for CUDA graphs. uploader: what will bring them to the device otherwise, if that
@@ -45,14 +45,14 @@ def batch_lengths(
     """
     qo_indptr, kv_indptr, indices, last_page_len = arrays
     if isinstance(a, RaggedPlanArguments):
-        return _checked_batch({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, 0, device), None
+        return _batch_on_host({"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}, 0, device), None
     page_size = validate.size("page_size", a.page_size)
     is_table = isinstance(indices, torch.Tensor) and indices.dim() == 2
     if not is_table:
         indices = validate.conforms("paged_kv_indices", indices, "pages", device)
     named = {"qo_indptr": qo_indptr, "paged_kv_indptr": kv_indptr}
     named["paged_kv_last_page_len"] = last_page_len
-    batch = _checked_batch(named, page_size, device)
+    batch = _batch_on_host(named, page_size, device)
     if is_table:
         exact = a.lengths_are_upper_bounds is False
         return batch, _block_table(batch, indices, exact, device, indices_buf)
@@ -68,9 +68,9 @@ def single_batch(qo_len: int, kv_len: int) -> _core.Batch:
     return _core.Batch(arrays, page_size=0)
 
 
-def _checked_batch(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
+def _batch_on_host(named: dict[str, Any], page_size: int, device: torch.device) -> _core.Batch:
     """The batch of the index arrays of plan(), by name: of queries, of keys and, unless page_size
-    is 0, of last pages. The planner checks their values."""
+    is 0, of last pages. Checks their form, not their values."""
     (_, qo_indptr), (kv_name, kv_indptr), *last_page_len = named.items()
     elements = validate.conforms("qo_indptr", qo_indptr, "indptr", device).numel()
     if elements == 0:

@@ -44,11 +44,11 @@ class Backend:
         self._traits = _core.traits_of(family)
         self.name: str = self._traits.backend
 
-    def supports(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
+    def why_unsupported(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
         """Reason why the kernels cannot serve the options on this device; None if they can."""
         return self.refusal(device) or _core.find_error(self.family, options)
 
-    def separates(self, prefill: Request, decode: Request) -> str | None:
+    def why_not_together(self, prefill: Request, decode: Request) -> str | None:
         """Reason why the kernels cannot run both in one launch; None if they can."""
         refusal = self.refusal(decode.device)
         return refusal or _core.find_joint_error(self.family, prefill.options, decode.options)
@@ -59,12 +59,13 @@ class Backend:
         return _core.prefer_two_launches(self.family, *sides)
 
     def plan(self, float_bytes: int, *requests: Request) -> _core.Plan:
-        """The plan of one launch for one request, or for two. Raises everything that a public
-        plan() raises once its arguments are checked."""
+        """The plan of one launch, for one batch or for two. Checks lengths and options, and raises
+        what the public plan() says of them."""
         device = requests[0].device
         refusal = self.refusal(device)
         if refusal is not None:
-            # A build without the kernels of one architecture says so on every GPU.
+            # fa3 runs on one architecture. If this build lacks its kernels, that is the better
+            # advice than another backend for this GPU.
             if self._traits.one_architecture and device.type == "cuda":
                 missing = _core.find_error(self.family, requests[0].options)
                 if missing is not None:
@@ -200,6 +201,6 @@ def choose(name: str, device: torch.device, *options: _core.AttentionOptions) ->
         return _EXPLICIT[name]
     *others, last = _preferred(device)
     for backend in others:
-        if all(backend.supports(device, one) is None for one in options):
+        if all(backend.why_unsupported(device, one) is None for one in options):
             return backend
     return last

@@ -42,7 +42,7 @@ def run(call: FmhaCall) -> Result:
     device_stream = device_stream_of(call.operands.q.device)
     if call.options.skip_factor > 0.0 and call.operands.q.dtype == dtypes.FP8_QUERY:
         backend = backends.choose(call.backend, device_stream.device, call.options)
-        if backend.supports(device_stream.device, call.options) is not None:
+        if backend.why_unsupported(device_stream.device, call.options) is not None:
             call, lengths = _in_16_bits(call, lengths)
     if call.given.draft_mask is not None:  # whose plan needs the lengths on the host
         lengths = fmha_lengths.brought_to_host(lengths)

@@ -42,8 +42,8 @@ def refuse_capture(device_stream: DeviceStream) -> None:
 def plan(
     workspace: _core.Workspace, backend: str | Backend, *requests: Request
 ) -> _core.PlannedVariant:
-    """A plan that fits the workspace and has no place there yet, of one batch or of two in one
-    launch. Raises everything that a public plan() raises once its arguments are checked."""
+    """Chooses a kernel and plans one batch, or two in one launch, for the workspace, to which
+    nothing is written yet."""
     first = requests[0]
     if isinstance(backend, str):
         options = (request.options for request in requests)

@@ -213,7 +213,7 @@ class PodPlanCache:
         backend = backends.choose(name, prefill.device, *(side.options for side in sides))
         if (
             not apart
-            and backend.separates(*sides) is None
+            and backend.why_not_together(*sides) is None
             and not backend.prefer_two_launches(*sides)
         ):
             return pipeline.made(workspace, backend, *sides)

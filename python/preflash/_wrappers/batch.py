@@ -138,8 +138,8 @@ class BatchPrefillWrapper(EngineAttributes):
     # Planning.
 
     def _request(self, a: BatchArguments, arrays: IndexArrays | None = None) -> Request:
-        """Checks everything but hints, the mask, and the values of indptr (the planner does).
-        arrays: instead of those of `a`."""
+        """Checks the form of all arguments but hints and the mask. Values of indptr and
+        last_page_len are checked by validate() of cpp/planner. arrays: instead of those of `a`."""
         given = batch_options(a)
         options, workspace, graph = given.options, self._plan.workspace, self._graph
         device, kv_layout = workspace.device_stream.device, self._kv_layout

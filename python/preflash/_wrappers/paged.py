@@ -40,9 +40,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
     only, chooses a kernel and makes its work list; `variant` and `repr()` say which one.
 
     Args:
-        float_workspace_buffer: scratch memory for split-KV partials, any dtype; 128 MB is plenty,
-            and with less (even with none) keys are split less. Its device is the device of all
-            tensors.
+        float_workspace_buffer: scratch memory for the partial results of split keys, any dtype; 128
+            MB is plenty, and with less (even with none) keys are split less; plan() raises if it is
+            too small for a fixed_split_size. Its device is the device of all tensors.
         kv_layout: "NHD" or "HND", the order inside a page.
         use_cuda_graph: plan() keeps its arrays in the buffers that follow, and a captured run()
             replays what was planned last. The batch size is fixed, and no plan may have more query

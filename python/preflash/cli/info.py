@@ -56,7 +56,7 @@ def _auto(device: torch.device) -> dict:
     options = _core.AttentionOptions(**sizes, **dtypes, causal=True)
     reasons = []
     for backend in backends.candidates("auto", device):
-        refusal = backend.supports(device, options)
+        refusal = backend.why_unsupported(device, options)
         if refusal is None:
             rule = "CPU tensors" if device.type == "cpu" else "the best that serves this GPU"
             return {"device": str(device), "backend": backend.name, "why": [*reasons, rule]}
