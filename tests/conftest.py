@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are skipped where there is no GPU or no kernel library."""
+"""Tests marked `gpu` are collected only where there is a GPU and its kernel library."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ def _why_no_gpu() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "gpu":
             item.add_marker(pytest.mark.gpu)
-        if item.get_closest_marker("gpu") and _why_no_gpu():
-            item.add_marker(pytest.mark.skip(reason=_why_no_gpu()))
+    if _why_no_gpu():
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_report_collectionfinish() -> str:
+    return f"tests for a GPU are left out: {_why_no_gpu()}" if _why_no_gpu() else ""
 
 
 def pytest_collection_finish() -> None:

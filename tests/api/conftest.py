@@ -1,13 +1,14 @@
 """The API tests run on every device that is there: a CPU always, a GPU where torch sees one.
 
-Folders are named after the rooms of python/preflash that their tests are about; tests of public
-modules and of the package as a whole are in this folder.
+Folders have the names of the packages in python/preflash that their tests are about; this folder
+has the tests of public modules and of the package as a whole.
 """
 
 import dataclasses
 
 import pytest
 import torch
+from graph_stage import recorder  # noqa: F401
 from require_variant import skip_unless_compiled, why_no_fa3
 
 
@@ -19,7 +20,13 @@ class Target:
     backend: str
 
     def to(self, value):
-        return value.to(self.device)
+        """Returns the tensor on the device. One with gaps keeps its strides."""
+        if self.device == "cpu" or value.is_contiguous() or 0 in value.stride():
+            return value.to(self.device)
+        moved = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=self.device
+        )
+        return moved.copy_(value)
 
 
 def _target(backend: str) -> Target:

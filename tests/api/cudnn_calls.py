@@ -1,4 +1,4 @@
-"""Calls of cudnn_batch_prefill_with_kv_cache for cases, and their results against the oracle."""
+"""Helpers call cudnn_batch_prefill_with_kv_cache for a case and compare it with the oracle."""
 
 import math
 
@@ -29,7 +29,7 @@ def cumulated(lengths):
 
 
 def arguments(inputs, units="elements", device="cpu"):
-    """Keyword arguments of the call for what `inputs` hold."""
+    """Returns keyword arguments of the call for the inputs."""
     case = inputs.case
     qo_at, kv_at = cumulated(case.qo_lens).to(device), cumulated(case.kv_lens).to(device)
     in_tokens = units == "tokens"
@@ -67,7 +67,7 @@ def arguments(inputs, units="elements", device="cpu"):
 
 
 def rows_of(case, lse):
-    """[batch, longest, heads] as [rows, heads], and that the rest is -inf."""
+    """Returns [batch, longest, heads] as [rows, heads], and checks that the rest is -inf."""
     for request, length in enumerate(case.qo_lens):
         assert (lse[request, length:] == -math.inf).all()
     return torch.cat([lse[request, :n] for request, n in enumerate(case.qo_lens)])

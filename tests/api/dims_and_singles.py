@@ -1,4 +1,4 @@
-"""Helpers that the tests of each option share: head dims, masks, single requests."""
+"""Tests of each option share head dims, masks, splits and single requests."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,8 +35,7 @@ SINGLE = [
 
 
 def grid(*takes_turns: dict, **options) -> Iterator[Case]:
-    """Dims x masks x soft caps, with these options; dtype, storage, layout and what else takes
-    turns do."""
+    """Yields dims x masks x soft caps with these options; dtype, storage and layout take turns."""
     turns = itertools.cycle(
         itertools.product(
             (0, 16),
@@ -70,7 +69,7 @@ def on_split_keys(test):
 
 
 def check_single(target, case: Case) -> tuple[Inputs, torch.Tensor]:
-    """One request into poisoned outputs. Returns what it read, and out."""
+    """Runs one request into poisoned outputs and compares it; returns its inputs, and out."""
     inputs = build(case, device=target.device)
     rows = (*case.qo_lens, case.num_qo_heads)
     out = poison((*rows, case.dim_vo), case.dtype_o, target.device)

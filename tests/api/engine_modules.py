@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of an engine that is not installed."""
+"""add_modules() stands in for the modules of an engine that is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A case on the device of a test: inputs, a wrapper, and a run that is compared with the oracle."""
+"""Helpers build a case on the device of a test, plan it, and compare its run with the oracle."""
 
 import pytest
 from preflash.testing import Case, Inputs, build, runner

@@ -1,6 +1,4 @@
-"""Small stand-ins for SGLang's classes, and models that call preflash's backend as SGLang does."""
-
-from __future__ import annotations
+"""Small classes stand in for SGLang's, and Engine calls preflash's backend as SGLang does."""
 
 import dataclasses
 import enum
@@ -176,7 +174,7 @@ class Engine:
             self.table[row, : len(slots)] = self.tensor(slots, torch.int32)
 
     def inputs(self, requests, seed=0):
-        """q of every layer, and k and v of each request, all on the CPU."""
+        """Draws q of every layer, and k and v of each request, on the CPU."""
         generator = torch.Generator().manual_seed(seed)
 
         def values(n, heads, dim):
@@ -195,7 +193,7 @@ class Engine:
         return found
 
     def batch(self, requests, mode, padding=0, **changed):
-        """ForwardBatch. padding: requests of one token in row 0, as SGLang pads for graphs."""
+        """Makes a ForwardBatch; padding: requests of one token in row 0, as for SGLang's graphs."""
         lengths = [request.total for request in requests] + [1] * padding
         drafts = requests[0].new if mode is Mode.TARGET_VERIFY else 0
         lengths = [n - drafts for n in lengths[: len(requests)]] + lengths[len(requests) :]
@@ -251,7 +249,7 @@ class Engine:
         return out.view(len(q), HEADS, -1)
 
     def new_keys(self, index, requests, pairs):
-        """k and v of the new tokens, or of the encoders for cross-attention."""
+        """Returns k and v of the new tokens, or of the encoders for cross-attention."""
         if self.layers[index].is_cross_attention:
             return tuple(torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
         return tuple(
@@ -260,20 +258,20 @@ class Engine:
         )
 
     def step(self, requests, seed=0):
-        """Slots for the requests and their inputs, of which the earlier keys are in the cache."""
+        """Returns inputs of the requests, with the earlier keys in the cache."""
         self.allocate(requests)
         inputs = self.inputs(requests, seed)
         self.fill(requests, inputs)
         return inputs
 
     def begun(self, requests, mode=Mode.EXTEND, **changed):
-        """A batch that the backend has planned for."""
+        """Returns a batch that the backend has planned for."""
         batch = self.batch(requests, mode, **changed)
         self.backend.init_forward_metadata(batch)
         return batch
 
     def check(self, requests, mode=Mode.EXTEND, *, seed=0, masks=None, sinks=None, **changed):
-        """Every layer on one eager step, against the oracle."""
+        """Compares every layer on one eager step with the oracle."""
         inputs = self.step(requests, seed)
         batch = self.begun(requests, mode, **changed)
         options = {} if sinks is None else {"sinks": sinks.to(self.device)}
@@ -286,7 +284,7 @@ class Engine:
 
 
 def reference(q, pairs, requests, layer, engine, masks=None, sinks=None):
-    """The oracle's output. masks: bool [new, total] of each request instead of causal masking."""
+    """Computes the output; masks: bool [new, total] of each request instead of causal masking."""
     decoder = not layer.is_cross_attention and layer.attn_type is AttentionType.DECODER
     pipeline = Pipeline(
         layer.scaling, decoder, layer.sliding_window_size, layer.logit_cap, sinks=sinks
@@ -326,7 +324,7 @@ class Drafts:
         ]
 
     def loc(self, row, branch, step):
-        """Cache slot of a branch's token of a step."""
+        """Returns the cache slot of a branch's token of a step."""
         length, page = self.lengths[row], self.engine.page_size
         if page == 1 or self.topk == 1:
             column = length + branch * NUM_STEPS + step
@@ -350,7 +348,7 @@ class Drafts:
         return SimpleNamespace(**{**values, **changed})
 
     def new_token(self, layer, step):
-        """q, k and v of a step's tokens, and their slots; keeps k and v for the reference."""
+        """Draws q, k and v of a step's tokens, and their slots; keeps k and v for the reference."""
         n = len(self.lengths) * self.topk
         dims = (HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim)
         q, k, v = (

@@ -1,4 +1,4 @@
-"""Context-parallel prefill against one device: processes with gloo, two GPUs with NCCL."""
+"""Context-parallel prefill computes what one device does, by gloo and by NCCL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def expected_of(q, k, v, lengths, **options):
-    """Every request on this device alone."""
+    """Computes every request on this device alone."""
     parts = [
         preflash.single_prefill_with_kv_cache_return_lse(*one, **options)
         for one in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)

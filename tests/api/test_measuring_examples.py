@@ -1,4 +1,4 @@
-"""The examples that measure: on the CPU they run and print a table."""
+"""Examples that measure run on the CPU and print a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def rows_of(text):
-    """The cells of the table in the text, without its head."""
+    """Returns the cells of the table in the text, without its head."""
     table = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
     return table[2:]
 

@@ -1,4 +1,4 @@
-"""docs/examples/serve.py: the tokens of its engine against a loop without cache or batch."""
+"""docs/examples/serve.py draws the tokens of a loop without cache or batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def example(monkeypatch):
 
 
 def plain_logits(example, model, tokens, device):
-    """Every token of one request at once, causal, in torch operations."""
+    """Computes every token of one request at once, causal, in torch operations."""
 
     def attend(layer, q, k, v):
         k, v = (x.repeat_interleave(example.HEADS // example.KV_HEADS, 1) for x in (k, v))
@@ -58,7 +58,3 @@ def test_tokens_equal_a_plain_loop(example, target, monkeypatch):
         chosen = torch.tensor(tokens[len(prompt) :], device=target.device)
         missed = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
         assert missed.max() <= rounding
-
-
-def test_a_serving_author_reads_it_in_ten_minutes():
-    assert len((EXAMPLES / "serve.py").read_text().splitlines()) <= 150

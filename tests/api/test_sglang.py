@@ -1,7 +1,5 @@
-"""SGLang's attention backend preflash on stand-ins for SGLang. tests/engines runs the backend on
-SGLang's own files."""
-
-from __future__ import annotations
+"""SGLang's attention backend preflash runs on stand-ins for SGLang, and in tests/engines on its own
+files."""
 
 import enum
 import importlib
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_modules import add_modules
-from preflash import _core
+from interpreter_steps import interpreter_steps
 from preflash.integrations import sglang as integration
 from sglang_stand_ins import (
     KV_HEADS,
@@ -238,7 +236,7 @@ def test_bounds_that_are_larger_than_the_lengths(sglang):
 
 
 def cached(engine, requests):
-    """q of one layer and the keys, of which all are in the cache."""
+    """Returns q of one layer, and keys that are all in the cache."""
     engine.allocate(requests)
     ((q, pairs),) = engine.inputs(requests)
     for row, (k, v) in enumerate(pairs, 1):
@@ -278,32 +276,26 @@ def test_rows_of_padding_are_zero(sglang):
     assert (out[4:] == 0.0).all()
 
 
-@pytest.fixture
-def planned_again(monkeypatch):
-    """Results of the C++ that plans again, in the order of its calls."""
-    found, again = [], _core.plan_again
-    monkeypatch.setattr(_core, "plan_again", lambda *x: found.append(again(*x)) or found[-1])
-    return found
-
-
-def test_a_step_is_planned_in_cpp_once_for_each_form(sglang, planned_again):
-    engine = Engine(sglang, {}, {}, {"sliding_window_size": 9})
-    for requests in (MIXED, DECODES, MIXED[:2]):
-        engine.check(requests)
-    assert planned_again == [False] * 2 + [True] * 4
-
-
-def test_trees_leave_the_plans_of_other_steps_in_cpp(sglang, planned_again):
-    engine = Engine(sglang, **speculative(sglang, topk=4))
-    engine.check(MIXED)
-    check_tree(engine)
-    planned_again.clear()
-    engine.check(MIXED, seed=1)
-    assert planned_again == [True]
+@pytest.mark.parametrize("topk", [None, 4])
+def test_a_step_is_planned_in_cpp_once_for_each_form(sglang, topk):
+    """Trees that are verified between steps leave the plans of other steps."""
+    options = {} if topk is None else speculative(sglang, topk=topk)
+    engine = Engine(sglang, {}, {}, {} if topk else WINDOW, **options)
+    steps = []
+    for seed, requests in enumerate((MIXED, DECODES, MIXED[:2])):
+        engine.step(requests, seed)
+        batch = engine.batch(requests, Mode.EXTEND)
+        begin = engine.backend.init_forward_metadata
+        steps.append(interpreter_steps(lambda begin=begin, batch=batch: begin(batch)))
+        assert len(engine.backend.plans.wrappers) == (1 if topk else 2)
+        engine.check(requests, seed=seed)
+        if topk:
+            check_tree(engine)
+    assert max(steps[1:]) < steps[0] / 3
 
 
 def with_one_module(sglang, layer):
-    """An engine of two layers, of which the model has the first as a module."""
+    """Makes an engine of two layers, of which the model has the first as a module."""
     engine = Engine(sglang, {}, layer)
     engine.runner.model = torch.nn.ModuleList(engine.layers[:1])
     return engine
@@ -357,7 +349,7 @@ VERIFIED = (Request(5, 40), Request(5, 21), Request(5, 100))
 
 
 def check_tree(engine, seed=0):
-    """A step that verifies a tree; returns its batch."""
+    """Checks a step that verifies a tree; returns its batch."""
     masks = tree_masks(VERIFIED, seed)
     info = spec_info(5, [mask.to(engine.device) for mask in masks])
     return engine.check(VERIFIED, Mode.TARGET_VERIFY, seed=seed, masks=masks, spec_info=info)
@@ -397,10 +389,12 @@ def test_a_draft_extend_step(sglang):
 @PAGES
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_draft_steps(sglang, topk, page_size, window_pool):
+    """A draft worker takes a window over a tree."""
     engine = Engine(
         sglang, {}, WINDOW, page_size=page_size, is_draft_worker=True,
         window_pool=window_pool, **speculative(sglang, topk=topk),
     )  # fmt: skip
+    assert engine.backend is not None
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     assert backend.kv_index_translator is engine.runner.kv_index_translator
     assert len(backend.attn_backends) == NUM_STEPS - 1
@@ -455,7 +449,7 @@ def graph_kinds():
 
 
 def capture_batch(engine, mode, size, **values):
-    """A batch of padding, of one token each even where a request has more query rows."""
+    """Makes a batch of padding, of one token each even where a request has more query rows."""
     return SimpleNamespace(
         forward_mode=mode,
         batch_size=size,
@@ -631,6 +625,7 @@ def parallel(sglang, name):
     return Engine(sglang).backend
 
 
+HAS_NO_LENGTHS = SimpleNamespace(seq_lens_cpu=None)
 REFUSED = [
     *((lambda x, layer=layer: Engine(x, {}, layer).backend, f"layer 1: .*{says}")
       for layer, says in LAYERS),
@@ -649,30 +644,13 @@ REFUSED = [
     (lambda x: Engine(x).begun(MIXED, cross_attention_custom_mask=torch.ones(3)),
      "mask over encoder tokens"),
     (lambda x: verify(x, object()), "SGLANG_RAGGED_VERIFY_MODE"),
+    (lambda x: verify(x, None, seq_lens_cpu=None), "needs seq_lens_cpu"),
+    (lambda x: draft(x).init_forward_metadata(HAS_NO_LENGTHS), "need seq_lens_cpu"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "says"), REFUSED, ids=lambda value: value)
+@pytest.mark.parametrize(("call", "says"), REFUSED)
 def test_refusals(sglang, call, says):
-    with pytest.raises(NotImplementedError, match=says):
-        call(sglang)
-
-
-def test_a_draft_worker_takes_a_window_over_a_tree(sglang):
-    options = speculative(sglang, topk=4)
-    assert Engine(sglang, {}, WINDOW, is_draft_worker=True, **options).backend is not None
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda x: verify(x, None, seq_lens_cpu=None), "needs seq_lens_cpu"),
-        (
-            lambda x: draft(x).init_forward_metadata(SimpleNamespace(seq_lens_cpu=None)),
-            "need seq_lens_cpu",
-        ),
-    ],
-)
-def test_lengths_that_are_missing(sglang, call, says):
-    with pytest.raises(ValueError, match=says):
+    error = ValueError if "seq_lens_cpu" in says else NotImplementedError
+    with pytest.raises(error, match=says):
         call(sglang)

@@ -1,7 +1,5 @@
-"""vLLM's attention backend PREFLASH on stand-ins for the classes that it derives from.
-tests/engines runs the backend on vLLM's own files."""
-
-from __future__ import annotations
+"""vLLM's attention backend PREFLASH runs on stand-ins for the classes that it derives from, and in
+tests/engines on vLLM's own files."""
 
 import dataclasses
 import enum
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_modules import add_modules
-from preflash import _core
+from interpreter_steps import interpreter_steps
 from preflash.integrations import vllm as integration
 from preflash.testing.oracle import Pipeline, attend
 
@@ -143,7 +141,7 @@ def vllm(monkeypatch, target):
 
 @dataclasses.dataclass
 class Request:
-    """One request of a step. The new tokens are the last ones of its keys."""
+    """One request of a step, whose new tokens are its last keys."""
 
     new: int
     total: int
@@ -188,7 +186,7 @@ class Group:
         return self.vllm.backend.get_builder_cls()(spec, names, self.config, self.device)
 
     def step(self, requests, seed=0):
-        """q, and k and v of each request, on the CPU; the cache with them, and its block table."""
+        """Draws q, and k and v of each request, on the CPU; fills the cache and its block table."""
         generator = torch.Generator().manual_seed(seed)
 
         def values(n, heads):
@@ -200,7 +198,7 @@ class Group:
         return SimpleNamespace(requests=requests, q=q, keys=keys, cache=cache, table=table)
 
     def cache(self, keys, requests):
-        """A cache with the keys in shuffled blocks, and its block table, -7 where unused."""
+        """Makes a cache with the keys in shuffled blocks, and its block table, -7 where unused."""
         blocks = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
         fp8 = self.impls[0].fp8_dtype
         dtype = self.dtype if fp8 is None else fp8
@@ -219,7 +217,7 @@ class Group:
         return cache.to(self.device), table.to(self.device)
 
     def common(self, requests, table, *, slack=0, padding=0, **changed):
-        """CommonAttentionMetadata."""
+        """Makes the CommonAttentionMetadata."""
         starts = torch.tensor([0, *(r.new for r in requests)], dtype=torch.int32)
         starts = starts.cumsum(0, dtype=torch.int32)
         lengths = torch.tensor([r.total for r in requests], dtype=torch.int32)
@@ -250,7 +248,7 @@ class Group:
         return out
 
     def wanted(self, step, index=0, causal=True):
-        """The oracle's output of a layer."""
+        """Computes the oracle's output of a layer."""
         impl, layer, parts, rows = self.impls[index], self.layer, [], 0
         pipeline = Pipeline(
             impl.scale,
@@ -279,7 +277,7 @@ class Group:
         assert error < tolerance * max(1.0, float(wanted.abs().max())), error
 
     def check(self, requests, *, seed=0, causal=True, **changed):
-        """Every layer on one step, against the oracle."""
+        """Compares every layer on one step with the oracle."""
         step = self.step(requests, seed)
         metadata = self.build(requests, step.table, causal=causal, **changed)
         assert metadata.causal is causal  # drafters ask
@@ -339,19 +337,16 @@ def test_a_window_that_is_worth_a_split(vllm, speculative_config):
         group.check((Request(1, 1400 + i), Request(1, 1101), Request(1, 600)))
 
 
-def test_layers_of_several_forms_in_one_group(vllm):
+def test_layers_of_one_form_share_a_plan(vllm):
+    """A step is planned once for each form, after the first step in C++."""
     sinks = {"sinks": SINKS.to(vllm.device)}
-    group = Group(vllm, {}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {}, sinks)
-    assert len(group.check(MIXED).wrappers) == 3
-
-
-def test_a_step_is_planned_in_cpp_once_for_each_form(vllm, monkeypatch):
-    found, again = [], _core.plan_again
-    monkeypatch.setattr(_core, "plan_again", lambda *x: found.append(again(*x)) or found[-1])
-    group = Group(vllm, {}, {}, {"sliding_window": 9}, speculative_config=None)
+    layers = ({}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {}, sinks)
+    group, steps = Group(vllm, *layers, speculative_config=None), []
     for requests in (MIXED, DECODES, MIXED[:2]):
-        group.check(requests)
-    assert found == [False] * 2 + [True] * 4
+        common = group.common(requests, group.step(requests).table)
+        steps.append(interpreter_steps(lambda c=common: group.builder.build(0, c)))
+        assert len(group.check(requests).wrappers) == 3
+    assert max(steps[1:]) < steps[0] / 4
 
 
 @pytest.mark.parametrize("sm90", [True, False])
@@ -461,9 +456,7 @@ def test_padding_and_the_profiling_run(vllm):
     ids=["decodes", "speculative", "mixed"],
 )
 @pytest.mark.parametrize(
-    "layer",
-    [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8"}],
-    ids=["full", "window", "fp8"],
+    "layer", [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8"}], ids=["full", "window", "fp8"]
 )
 def test_replays(vllm, rows, steps, layer):
     group = Group(vllm, layer, speculative_config=None)
@@ -524,13 +517,11 @@ def test_a_table_with_distance_between_rows_is_captured_in_a_copy(vllm):
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_decode_steps_share_plans_for_bounds(vllm, monkeypatch, graph):
+def test_decode_steps_share_plans_for_bounds(vllm, graph):
     """Each request grows by a token a step, within the block table that the engine fills in place;
     then one makes room for a shorter one, and one for a longer one."""
     group = Group(vllm, block_table=8, speculative_config=None)
-    wrapper = sys.modules["preflash.integrations._paging"].StepWrapper
-    planned, plan = [], wrapper.plan
-    monkeypatch.setattr(wrapper, "plan", lambda *a, **k: planned.append(k) or plan(*a, **k))
+    steps = []
     table = torch.full((4, 8), -7, dtype=torch.int32, device=vllm.device)
     lengths = torch.zeros(4, dtype=torch.int32, device=vllm.device)
 
@@ -541,15 +532,16 @@ def test_decode_steps_share_plans_for_bounds(vllm, monkeypatch, graph):
         common = group.common(step.requests, table, seq_lens=lengths)
         if graph and seed == 0:
             group.builder.build_for_cudagraph_capture(common)
+        steps.append(interpreter_steps(lambda: group.builder.build(0, common)))
         group.close(group.run(group.builder.build(0, common), step.q, step.cache), step)
 
     for i in range(70):
         check([n + i for n in (40, 7, 50, 17)], i)
-    assert len(planned) <= 2 + graph + 70 // 32 + 1
-    before = len(planned)
+    shared = min(steps)  # of a step without a plan of its own
+    assert sum(count > shared for count in steps) <= 2 + graph + 70 // 32 + 1
     for totals in ([109, 7, 119, 86], [110, 128, 120, 87], [110, 128, 120, 87]):
         check(totals, sum(totals))
-    assert len(planned) == before + 2
+    assert [count > shared for count in steps[70:]] == [True, True, False]
 
 
 def test_batch_invariance(vllm):

@@ -1,4 +1,4 @@
-"""The command line, called in this process, or in one of its own, as a user calls it."""
+"""Fixtures call the command line in this process, or in a process of its own."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The documents of the repository, and the Python blocks that they print."""
+"""Finds the documents of the repository, and the Python blocks that they print."""
 
 import pathlib
 import re

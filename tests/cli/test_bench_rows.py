@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic: operations and bytes of a row, and that its rows hang together."""
+"""The benchmark counts operations and bytes, and its rows refer to and differ from each other."""
 
 import preflash
 import pytest
@@ -41,9 +41,9 @@ def test_prefill_beside_decode_is_checked_and_timed():
 
 def test_rows_beside_torchs_cudnn():
     """Requests of one length, and as many heads of q as of k: torch's call takes no others."""
-    with_sdpa = [row for row in bench_rows.gpu_rows() if Baseline.SDPA in row.baselines]
-    assert with_sdpa
-    for case in (row.case for row in with_sdpa):
+    cases = [row.case for row in bench_rows.gpu_rows() if Baseline.SDPA in row.baselines]
+    assert cases
+    for case in cases:
         assert not case.paged
         assert len({*case.qo_lens, *case.kv_lens}) == 1
         assert case.num_qo_heads == case.num_kv_heads
@@ -87,10 +87,8 @@ def test_modes_of_the_fmha_call_are_checked_and_timed(monkeypatch):
 
 def test_flops_count_causal_as_half():
     rows = by_name(bench_rows.gpu_rows())
-    full = flops(rows["dense d128 s4096 full"].case)
-    assert full == 4 * 128 * 16 * 4 * 4096**2
-    causal = flops(rows["dense d128 s4096 causal"].case)
-    assert causal == 4 * 128 * 16 * 4 * (4096 * 4097 // 2)
+    for name, pairs in (("full", 4096**2), ("causal", 4096 * 4097 // 2)):
+        assert flops(rows[f"dense d128 s4096 {name}"].case) == 4 * 128 * 16 * 4 * pairs
 
 
 def test_bytes_count_every_tensor_once():

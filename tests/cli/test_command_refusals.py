@@ -1,4 +1,4 @@
-"""Commands that are refused, with exit code 2, before any work: the message names the argument, and
+"""Commands are refused with exit code 2 before any work: the message names the argument, and
 nothing is written."""
 
 import json

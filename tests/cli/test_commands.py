@@ -1,5 +1,4 @@
-"""Every command: exit codes, and output that a program can read. What computes or is meant for
-programs runs in a process of its own."""
+"""Every command has its exit codes, and output that a program can read."""
 
 import json
 
@@ -16,34 +15,12 @@ def test_every_command_explains_itself(preflash_command, name):
 
 
 def test_info(preflash_command):
+    """It says in both forms what the installation has and lacks."""
     done = preflash_command("info")
     assert done.code == 0
     assert "backend='auto'" in done.out
     assert "  cpu: cpu" in done.out
-
-
-def test_info_tells_what_the_installation_lacks(preflash_command):
-    alone = (
-        "this installation has the CPU backend alone, without GPU kernels; pip install with nvcc"
-    )
-    compiled = {kernel["family"] for kernel in _core.kernels()} > {"cpu"}
-    said = preflash_command("info").out
-    assert (alone in said) == (not compiled)
-    assert "does not exist" not in said
-    facts = json.loads(preflash_command("info", "--json").out)
-    assert facts["build"] == ("gpu and cpu" if compiled else "cpu alone")
-    assert (alone in preflash_command("variants").out) == (not compiled)
-
-
-def test_info_tells_what_the_environment_overrides(preflash_command, monkeypatch):
-    monkeypatch.delenv("PREFLASH_SOFT_CAP")
-    monkeypatch.delenv("PREFLASH_ENGINES", raising=False)  # of make test
-    assert "in the environment" not in preflash_command("info").out
-    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
-    assert "PREFLASH_BACKEND=cpu in the environment" in preflash_command("info").out
-
-
-def test_info_json(preflash_command):
+    assert "does not exist" not in done.out
     facts = json.loads(preflash_command("info", "--json").out)
     assert facts["kernels"]["cpu"] > 0
     assert facts["cpu"]["threads"] >= 1
@@ -53,6 +30,19 @@ def test_info_json(preflash_command):
     picked = {choice["device"]: choice for choice in facts["auto"]}
     assert picked["cpu"]["backend"] == "cpu"
     assert all(choice["why"] for choice in picked.values())
+    alone = "the CPU backend alone, without GPU kernels; pip install with nvcc"
+    compiled = {kernel["family"] for kernel in _core.kernels()} > {"cpu"}
+    assert facts["build"] == ("gpu and cpu" if compiled else "cpu alone")
+    for out in (done.out, preflash_command("variants").out):
+        assert (alone in out) == (not compiled)
+
+
+def test_info_says_what_the_environment_overrides(preflash_command, monkeypatch):
+    monkeypatch.delenv("PREFLASH_SOFT_CAP")
+    monkeypatch.delenv("PREFLASH_ENGINES", raising=False)  # of make test
+    assert "in the environment" not in preflash_command("info").out
+    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+    assert "PREFLASH_BACKEND=cpu in the environment" in preflash_command("info").out
 
 
 def test_check(preflash_process):

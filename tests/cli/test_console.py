@@ -1,4 +1,4 @@
-"""Tables and progress, with rich and without."""
+"""Tables and progress read well with rich and without."""
 
 import io
 import sys

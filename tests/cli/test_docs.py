@@ -1,4 +1,4 @@
-"""The documents keep up with the code: links and anchors lead somewhere, every example runs."""
+"""Links and anchors of the documents lead somewhere, and every example runs."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ def prose(document):
 
 
 def anchors(document):
-    """Anchors that GitHub makes from the headings."""
+    """Returns the anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}
@@ -47,27 +47,34 @@ def run(name, containing):
 
 def test_every_example_is_run_below():
     here = pathlib.Path(__file__).read_text()
-    called = re.findall(r'run\(\s*"([^"]+)",\s*"([^"]+)"', here)
+    called = re.findall(r'(?:run)?\(\s*"([^"]+\.md)",\s*"([^"]+)"', here)
     for place, block in python_blocks().items():
         document = place.partition(":")[0]
         assert [1 for file, text in called if file == document and text in block], place
 
 
-def test_readme():
-    names = run("README.md", "import preflash as flashinfer")
-    assert names["o"].shape == (8, 32, 128)
-    assert names["lse"].shape == (8, 32)
-    assert names["o"].isfinite().all()
+# Document, words of the block, and shapes of what it computes.
+SHAPES = [
+    ("README.md", "import preflash as flashinfer", {"o": (8, 32, 128), "lse": (8, 32)}),
+    ("docs/invariance.md", "batch_invariant=True", {}),
+    (
+        "docs/guide.md",
+        "single_prefill_with_kv_cache(q, k, v, causal=True)",
+        {"o": (128, 32, 128), "lse": (128, 32)},
+    ),
+    ("docs/guide.md", "@torch.compile", {"o": (9, 96)}),
+    ("docs/guide.md", "trtllm_fmha_v2_prefill", {"out": (300, 8, 128), "stats": (300, 8, 2)}),
+    ("docs/flashinfer.md", "as patch:", {}),
+    ("docs/flashinfer.md", "sys.stderr", {}),
+]
 
 
-def test_a_decode_step_that_is_a_row_of_a_prefill():
-    run("docs/invariance.md", "batch_invariant=True")
-
-
-def test_one_request():
-    names = run("docs/guide.md", "single_prefill_with_kv_cache(q, k, v, causal=True)")
-    assert names["o"].shape == (128, 32, 128)
-    assert names["lse"].shape == (128, 32)
+@pytest.mark.parametrize(("document", "containing", "shapes"), SHAPES)
+def test_examples_that_show_shapes(document, containing, shapes):
+    names = run(document, containing)
+    for name, shape in shapes.items():
+        assert names[name].shape == shape
+        assert names[name].isfinite().all()
 
 
 def assert_close(result, expected):
@@ -113,12 +120,6 @@ def test_cuda_graphs():
     assert_close(names["out"][:3], alone)
 
 
-def test_compile():
-    names = run("docs/guide.md", "@torch.compile")
-    assert names["o"].shape == (9, 96)
-    assert names["o"].isfinite().all()
-
-
 def test_several_gpus():
     names = run("docs/guide.md", "context_parallel_prefill")
     whole = preflash.single_prefill_with_kv_cache(names["q"], names["k"], names["v"], causal=True)
@@ -128,14 +129,3 @@ def test_several_gpus():
 def test_transformers():
     pytest.importorskip("transformers", minversion="5.20")
     assert run("docs/guide.md", "from_config")["logits"].isfinite().all()
-
-
-def test_trtllm():
-    names = run("docs/guide.md", "trtllm_fmha_v2_prefill")
-    assert names["out"].shape == (300, 8, 128)
-    assert names["stats"].shape == (300, 8, 2)
-
-
-def test_patches():
-    run("docs/flashinfer.md", "as patch:")
-    run("docs/flashinfer.md", "sys.stderr")

@@ -1,4 +1,4 @@
-"""Interleaved timing: every call runs as often as every other, and after each of them."""
+"""Interleaved timing runs every call as often as every other, and after each of them."""
 
 import statistics
 from itertools import pairwise

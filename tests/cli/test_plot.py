@@ -1,4 +1,4 @@
-"""`bench --plot`: what is drawn, what has a legend and a roof, and what is refused."""
+"""`bench --plot` draws dense and decode rows, with a legend and a roof for those alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench --compare` and the baselines that join by themselves."""
+"""`bench --compare` compares reports; other packages join a bench where they import."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_compares(preflash_command, tmp_path):
 
 
 def _fa3():
-    """FlashAttention-3's call, by a wrapper of ours."""
+    """Returns FlashAttention-3's call, by a wrapper of preflash."""
 
     def flash_attn_varlen_func(q, k, v, qo, kv, most_q, most_kv, *, softmax_scale, causal):
         wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(), "NHD")

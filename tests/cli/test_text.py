@@ -1,4 +1,4 @@
-"""`demo --text`: real weights on the project's own documents."""
+"""`demo --text` computes with real weights on the project's own documents."""
 
 from __future__ import annotations
 

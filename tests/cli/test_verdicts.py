@@ -1,18 +1,19 @@
-"""The commands that compare results must fail when a result is wrong: one value is corrupted on its
-way from the wrapper to the comparison."""
+"""Commands that compare results fail when a result is wrong: tests corrupt a value on its way from
+the wrapper to the comparison."""
 
 import json
 
+import preflash
 import pytest
 import torch
 from preflash import cli
-from preflash.cli import check, demo
+from preflash.cli import demo
 from preflash.cli.bench import measure
 from preflash.cli.bench.rows import quick_rows
 from preflash.cli.machine import Place
 from preflash.testing import runner
 
-HONEST = runner.run
+HONEST, HONEST_PACKBITS = runner.run, preflash.packbits
 
 
 def wrong_output(wrapper, inputs, **options):
@@ -32,29 +33,27 @@ def raising(wrapper, inputs, **options):
     raise RuntimeError("launch refused")
 
 
+def changed_bits(x, order):
+    return HONEST_PACKBITS(x, order) ^ 1
+
+
 @pytest.mark.parametrize(
-    ("run", "words"),
+    ("owner", "name", "fault", "words"),
     [
-        (wrong_output, ("FAILED prefill", "outside their bound")),
-        (natural_logarithms, ("lse:",)),
-        (raising, ("RuntimeError: launch refused",)),
+        (runner, "run", wrong_output, ("FAILED prefill", "outside their bound")),
+        (runner, "run", natural_logarithms, ("lse:",)),
+        (runner, "run", raising, ("RuntimeError: launch refused",)),
+        (preflash, "packbits", changed_bits, ("FAILED packbits",)),
     ],
 )
-def test_check_fails_on_wrong_runs(monkeypatch, capsys, run, words):
-    monkeypatch.setattr(runner, "run", run)
+def test_check_fails_on_wrong_results(monkeypatch, capsys, owner, name, fault, words):
+    monkeypatch.setattr(owner, name, fault)
     assert cli.main(["check", "--quick", "--backend", "cpu"]) == 1
     out = capsys.readouterr().out
     for word in words:
         assert word in out
     # The areas that do not go through this call still pass.
-    assert "FAILED packbits" not in out
-
-
-def test_check_fails_on_wrong_bits(monkeypatch, capsys):
-    honest = check.preflash.packbits
-    monkeypatch.setattr(check.preflash, "packbits", lambda x, order: honest(x, order) ^ 1)
-    assert cli.main(["check", "--quick", "--backend", "cpu"]) == 1
-    assert "FAILED packbits" in capsys.readouterr().out
+    assert ("FAILED packbits" in out) == (name == "packbits")
 
 
 def test_demo_fails_on_a_wrong_row(monkeypatch, capsys):
@@ -71,15 +70,14 @@ def test_demo_fails_on_a_wrong_row(monkeypatch, capsys):
     assert "all verified" not in out
 
 
-def test_bench_does_not_time_a_wrong_result(monkeypatch, capsys, tmp_path):
+def test_bench_does_not_time_a_wrong_result(monkeypatch, preflash_command, tmp_path):
     monkeypatch.setattr(runner, "run", wrong_output)
-    report = tmp_path / "bench.json"
-    arguments = ["bench", "--quick", "--backend", "cpu", "--rows", "d64", "--repeats", "1"]
-    assert cli.main([*arguments, "--json", str(report)]) == 1
-    out = capsys.readouterr().out
-    assert "WRONG" in out
-    assert "FAILED dense d64 s512 full" in out
-    (row,) = json.loads(report.read_text())["rows"]
+    options = ("--quick", "--backend", "cpu", "--rows", "d64", "--repeats", "1")
+    done = preflash_command("bench", *options, "--json", "bench.json")
+    assert done.code == 1
+    assert "WRONG" in done.out
+    assert "FAILED dense d64 s512 full" in done.out
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert set(row["us"]) == {"sdpa"}
 
 

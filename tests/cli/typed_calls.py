@@ -1,7 +1,5 @@
-"""Calls and the types that a checker must see of their results.
-
-test_types.py gives this file to mypy and pyright; nothing runs it.
-"""
+"""Asserts the types that a checker must see of results: test_types.py gives this file to mypy and
+pyright, and nothing runs it."""
 
 from typing import Any
 

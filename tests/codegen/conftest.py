@@ -1,4 +1,4 @@
-"""The generator under test, and the build that the installed package came from."""
+"""Fixtures find the generator under test, and the build of the installed package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def matrix() -> spec.Matrix:
 
 @pytest.fixture(scope="session")
 def package_dir() -> Path:
-    """The directory that holds _core, lib/ and variants.json."""
+    """Returns the directory that holds _core, lib/ and variants.json."""
     from preflash import _core
 
     return Path(_core.__file__).parent
@@ -37,7 +37,7 @@ def kernel_libraries(package_dir: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def build_dir(package_dir: Path) -> Path:
-    """The CMake build tree: `make build` installs into its directory `stage`."""
+    """Returns the CMake build tree: `make build` installs into its directory `stage`."""
     directory = package_dir.parents[1]
     if not (directory / "CMakeCache.txt").is_file():
         pytest.skip(f"{package_dir} is not inside a build tree, so its reports are not here")
@@ -46,6 +46,6 @@ def build_dir(package_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def cmake_options(build_dir: Path) -> dict[str, str]:
-    """PREFLASH_* entries of the build's cache."""
+    """Returns the PREFLASH_* entries of the build's cache."""
     text = (build_dir / "CMakeCache.txt").read_text()
     return dict(re.findall(r"^(PREFLASH_\w+):\w+=(.*)$", text, flags=re.MULTILINE))

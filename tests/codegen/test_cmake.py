@@ -1,4 +1,4 @@
-"""Messages and defaults of the CMake build."""
+"""The CMake build says what it leaves out, and compiles as many sources as the machine holds."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_cuda_jobs_are_one_per_core_and_per_8_gib(cmake, tmp_path, cores, gib, j
 def test_a_memory_limit_of_the_container_counts(cmake, tmp_path, text, mib):
     """9223372036854771712 bytes is the cgroup v1 spelling of no limit."""
     limits = [tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"]
-    if text is not None:
-        limits[0].write_text(text)
-    limits[1].write_text("9223372036854771712\n")
-    files = ";".join(map(str, limits))
+    for limit, words in zip(limits, (text, "9223372036854771712\n"), strict=True):
+        if words is not None:
+            limit.write_text(words)
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+    files = ";".join(map(str, limits))
     found = cmake_value(cmake, tmp_path, f'preflash_memory_mib(value "{files}")')
     assert found == pytest.approx(mib or machine, abs=1)
 

@@ -1,4 +1,4 @@
-"""Machine code of the built kernels, as tools/sass.py disassembles it."""
+"""The built kernels hold no instruction that ptxas encodes wrongly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ptxas import kernel_id
 
 
 def is_decode_of_16_bits(variant: str) -> bool:
-    """Only these kernels of sm_90 have copies with a cache policy."""
+    """Returns True for the kernels of sm_90 that have copies with a cache policy."""
     return variant.startswith("sm90") and "_decode" in variant and "converted" not in variant
 
 

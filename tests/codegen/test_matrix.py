@@ -1,4 +1,4 @@
-"""cpp/variants: the matrix, its presets, and every view of it saying the same."""
+"""Every view of cpp/variants says the same, and contradictions in its files are refused."""
 
 from __future__ import annotations
 
@@ -105,28 +105,16 @@ def test_hopper_kernels_are_for_one_architecture(archs, expected, tmp_path):
 
 
 def test_written_sources_are_the_listed_ones(tmp_path):
+    """What another preset left is removed; what is written already is not touched."""
     run_generate("--write", str(tmp_path), "--preset", "full")
-    run_generate("--write", str(tmp_path), "--preset", "ci")  # what the full preset left is removed
+    run_generate("--write", str(tmp_path), "--preset", "ci")
     listed = {line.split("\t")[2] for line in run_generate("--list", "--preset", "ci").splitlines()}
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("*/*.c*")}
     tables = {f"{family}/library.cpp" for family in ("cpu", "sm80", "sm90")}
     assert written - tables == listed
-
-
-def test_writing_again_touches_nothing(tmp_path):
-    run_generate("--write", str(tmp_path), "--preset", "ci")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     run_generate("--write", str(tmp_path), "--preset", "ci")
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
-
-
-def test_files_hold_kernels_of_one_kind(matrix):
-    """On the CPU variants are lines of the registry: one file has them all."""
-    files = generate.sources(matrix.select("full"))
-    assert [source.name for source in files if source.family.on_cpu] == ["cpu/variants.cpp"]
-    for source in files:
-        kinds = {(v.family, v.q_dtype, v.head_dim) for v in source.variants}
-        assert source.family.on_cpu or (len(kinds) == 1 and len(source.variants) <= 6)
 
 
 def test_tiles_of_hopper_kernels_fit_their_warps(matrix):
@@ -146,18 +134,15 @@ def test_tiles_of_hopper_kernels_fit_their_warps(matrix):
 def test_tile_classes_differ_in_rows_alone(matrix):
     """A short request has the same bits in both: the planner's choice under a fixed split, in
     validate.cpp, rests on equal tiles of keys, and on 64 rows (short_rows) fitting either."""
-    keys, shared = {}, set()
-    same_bits = [name for name, f in matrix.families.items() if f.short_tiles == "same_bits"]
+    keys, families = {}, set()
     for v in matrix.variants:
-        if v.family not in same_bits or v.tile_class == "compact":  # which no plan has a choice of
+        if v.family_facts.short_tiles != "same_bits" or v.tile_class == "compact":
             continue
         kernel = tuple(value for axis, value in v.values.items() if axis != "tile_class")
         assert v.tile.m >= 64, v.id
-        if keys.setdefault(kernel, v.tile.n) != v.tile.n:
-            pytest.fail(f"{v.id}: {v.tile.n} keys, its other tile class {keys[kernel]}")
-        if v.tile_class == "decode":
-            shared.add(v.family)
-    assert shared == {"sm80"}
+        assert keys.setdefault(kernel, v.tile.n) == v.tile.n, v.id
+        families |= {v.family} if v.tile_class == "decode" else set()
+    assert families == {"sm80"}
 
 
 def test_presets_grow_into_full(matrix):
@@ -166,6 +151,9 @@ def test_presets_grow_into_full(matrix):
     assert ci < full
     assert dev < full
     assert len(ci) < len(dev)
+    for v in matrix.variants:
+        together = v.family == "cpu" or v.logits + v.position == "softcapalibi"
+        assert v.options_at_run_time == together, v.id
 
 
 @pytest.mark.parametrize(
@@ -235,7 +223,7 @@ int main() {{
 
 
 def edited_matrix(tmp_path: Path, name: str, old: str, new: str) -> spec.Matrix:
-    """The matrix after one edit of one data file."""
+    """Returns the matrix after one edit of one data file."""
     for path in spec.VARIANTS_DIR.glob("*.toml"):
         shutil.copy(path, tmp_path / path.name)
     text = (tmp_path / name).read_text()
@@ -312,8 +300,7 @@ def test_one_error_lists_every_row_that_a_new_head_dim_lacks(tmp_path):
     tiles = [line for line in lines if line.startswith('tiles.toml: 0 rows match family = "sm')]
     assert len(tiles) == 7
     for family, tile_class in itertools.product(("sm80", "sm90"), ("prefill", "decode")):
-        there = [line for line in tiles if f'family = "{family}"' in line]
-        assert any(f'"{tile_class}"' in line for line in there), (family, tile_class)
+        assert any(f'"{family}"' in line and f'"{tile_class}"' in line for line in tiles)
     assert all('head_dim = "192"' in line for line in lines)
     assert [line.partition(": add")[0] for line in lines[1 + len(tiles) :]] == [
         'presets.toml: [ci] lacks family = "sm80", head_dim = "192"',
@@ -338,30 +325,23 @@ def test_one_error_lists_every_row_that_cannot_be_read(tmp_path):
         (tmp_path / path.name).write_text(text.replace('"cpu", others', '"gpu", others'))
     with pytest.raises(spec.SpecError) as refused:
         spec.load_matrix(tmp_path)
-    lines = str(refused.value).splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "forward.toml",
-        "tiles.toml",
-        "presets.toml",
-        "presets.toml",
-    ]
+    files = [line.partition(".toml:")[0] for line in str(refused.value).splitlines()]
+    assert files == ["forward", "tiles", "presets", "presets"]
 
 
-def test_the_generator_prints_each_fault_on_a_line_of_its_own(monkeypatch, capsys):
-    def refuse() -> None:
-        raise spec.SpecError("a.toml: one\nb.toml: two")
-
-    monkeypatch.setattr(generate, "load_matrix", refuse)
-    monkeypatch.setattr(sys, "argv", ["generate.py", "--list"])
-    assert generate.main() == 1
-    assert capsys.readouterr().err == "generate.py: a.toml: one\ngenerate.py: b.toml: two\n"
-
-
-def test_options_together_are_at_run_time(matrix):
-    for v in matrix.variants:
-        assert v.options_at_run_time == (
-            v.family == "cpu" or v.logits + v.position == "softcapalibi"
-        )
+def test_the_generator_prints_each_fault_on_a_line_of_its_own(tmp_path):
+    for folder in ("cmake/codegen", "cpp/variants"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    table = tmp_path / "cpp" / "variants" / "forward.toml"
+    table.write_text(
+        table.read_text().replace(HEAD_DIMS, HEAD_DIMS.replace('"128"', '"96", "128"'))
+    )
+    command = [sys.executable, "-B", tmp_path / "cmake" / "codegen" / "generate.py", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("generate.py: forward.toml: ") for line in lines)
 
 
 def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):

@@ -1,4 +1,4 @@
-"""cpp/variants/options.toml: one row makes an option known to signatures, checks and operators."""
+"""One row of cpp/variants/options.toml makes an option known to signatures, checks, operators."""
 
 from __future__ import annotations
 

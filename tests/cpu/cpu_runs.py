@@ -1,4 +1,4 @@
-"""Runs on the cpu backend, requests taken out of a batch, and processes of their own."""
+"""Helpers run the cpu backend, take requests out of a batch, and start processes."""
 
 import dataclasses
 import os
@@ -11,7 +11,7 @@ from preflash.testing import Inputs, build, runner
 
 
 def result(inputs: Inputs, **overrides) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of a fresh wrapper."""
+    """Returns output and LSE of a fresh wrapper."""
     return runner.run(runner.planned(inputs, backend="cpu", **overrides), inputs)
 
 
@@ -25,7 +25,7 @@ def rows_of(lengths: tuple[int, ...], request: int) -> slice:
 
 
 def alone(inputs: Inputs, request: int) -> Inputs:
-    """One request of a batch, in the batch's own memory."""
+    """Returns one request of a batch, in the batch's own memory."""
     case = inputs.case
     lengths = {"qo_lens": (case.qo_lens[request],), "kv_lens": (case.kv_lens[request],)}
     one = build(dataclasses.replace(case, **lengths))

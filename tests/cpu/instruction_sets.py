@@ -1,4 +1,4 @@
-"""Tests once more with narrower vectors than this machine's."""
+"""Tests run once more with narrower vectors than this machine's."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ _IS_INNER = "PREFLASH_CPU_ISA" in os.environ
 
 
 def on_every_instruction_set(test):
-    """Calls the test with each, but for those of the inner run."""
+    """Calls the test with each instruction set, but not in the inner run."""
     test = pytest.mark.parametrize("isa", _ISAS)(test)
     return pytest.mark.skipif(_IS_INNER, reason="this is the inner run")(test)
 
 
 def run_again(isa: str, path: str, *options: str) -> None:
-    """The tests of a file with these vectors, if the machine has wider ones."""
+    """Runs the tests of a file with these vectors, if the machine has wider ones."""
     widest = _core.cpu_isa()
     if _ISAS.index(isa) >= _ISAS.index(widest):
         pytest.skip(f"the tests ran on {widest}")

@@ -1,4 +1,4 @@
-"""Random problems with a fixed seed, and the tools that draw, write down and shrink them."""
+"""Random problems with a fixed seed pass; the tools that draw, spell and shrink problems work."""
 
 import dataclasses
 import enum
@@ -25,35 +25,23 @@ def test_random_problems(first):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_same_seed_is_the_same_problems():
+def test_a_seed_names_its_problems():
     assert [draw(SEED, index, LIMITS) for index in range(20)] == DRAWN[:20]
     assert [draw(SEED + 1, index, LIMITS) for index in range(20)] != DRAWN[:20]
 
 
-def test_backends_differ_in_what_they_serve_alone():
-    few = Limits(LIMITS.longest, LIMITS.work, (torch.bfloat16,), fp8=False, rope=False)
-    own = ("dtype", "kv_dtype", "o_dtype", "head_scales", "position", "rope_scale", "rope_theta")
-    for index, problem in enumerate(DRAWN):
-        other = draw(SEED, index, few)
-        assert other.case.dtype_kv is other.case.dtype_o is torch.bfloat16
-        assert other.case.position is not Position.ROPE
-        case = dataclasses.replace(
-            other.case, **{name: getattr(problem.case, name) for name in own}
-        )
-        own_of_call = ("graph", "skip_factor")  # not of RoPE, nor of fp8
-        call = dataclasses.replace(
-            other.call, **{name: getattr(problem.call, name) for name in own_of_call}
-        )
-        assert (case, call) == (problem.case, problem.call)
-
-
 def test_problems_stay_within_their_limits():
-    for problem in DRAWN:
+    few = Limits(LIMITS.longest, LIMITS.work, (torch.bfloat16,), fp8=False, rope=False)
+    for index, problem in enumerate(DRAWN):
         case = problem.case
         pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
         assert max(case.qo_lens + case.kv_lens) <= LIMITS.longest
         work = pairs * case.num_qo_heads * (case.head_dim + case.dim_vo)
         assert work <= 10 * LIMITS.work
+        other = draw(SEED, index, few).case
+        assert other.dtype_kv is other.dtype_o is torch.bfloat16
+        assert other.position is not Position.ROPE
+        assert (other.qo_lens, other.mask, other.form) == (case.qo_lens, case.mask, case.form)
 
 
 def test_every_axis_is_drawn():
@@ -71,8 +59,8 @@ def test_every_axis_is_drawn():
     assert {case.dtype for case in made} == {*LIMITS.dtypes, e4m3}
     pairs = {(case.dtype, case.kv_dtype) for case in made}
     assert pairs >= {(q, kv) for q in LIMITS.dtypes for kv in (None, e4m3, e5m2)}
-    assert {case.o_dtype for case in made} >= {None, torch.float16, torch.bfloat16, e4m3}
     for name, values in {
+        "o_dtype": {None, torch.float16, torch.bfloat16, e4m3},
         "rope_scale": {None, 0.25, 8.0},
         "rope_theta": {None, 1.0, 5e5},
         "group_size": {1, 3, 7, 16, 128},
@@ -101,31 +89,33 @@ def test_text_is_the_problem():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("qo_lens=1 kv_lens=2,3", "qo_lens"),
-        ("qo_lens=1", "kv_lens"),
-        ("qo_lens=1 kv_lens=2 colour=red", "colour"),
-        ("qo_lens=1 kv_lens=2 mask=round", "mask=round"),
-        ("qo_lens=1 kv_lens=2 head_dim=wide", "head_dim=wide"),
-        ("qo_lens=1 kv_lens=2 return_lse=1", "return_lse=1"),
-        ("qo_lens=1 kv_lens=2 causal", "field=value"),
-        ("qo_lens=1 kv_lens=2 qo_lens=1", "once"),
+        ("kv_lens=2,3", "qo_lens"),
+        ("colour=red", "colour"),
+        ("mask=round", "mask=round"),
+        ("head_dim=wide", "head_dim=wide"),
+        ("return_lse=1", "return_lse=1"),
+        ("causal", "field=value"),
+        ("padding=1 padding=1", "once"),
         ("qo_lens=1,1 kv_lens=2,2 entry=single", "one ragged request"),
-        ("qo_lens=1 kv_lens=2 also=alone", "split policy"),
-        ("qo_lens=1 kv_lens=2 head_dim=8 kv_dtype=e5m2", "multiples of 16 bytes"),
-        ("qo_lens=1 kv_lens=2 head_scales=True", "for fp8"),
-        ("qo_lens=1 kv_lens=2 o_dtype=e4m3", "q's dtype"),
-        ("qo_lens=1 kv_lens=2 rope_theta=3.0", "RoPE"),
-        ("qo_lens=1 kv_lens=2 magnitude=neg position=ROPE_LLAMA", "exact"),
+        ("also=alone", "split policy"),
+        ("head_dim=8 kv_dtype=e5m2", "multiples of 16 bytes"),
+        ("head_scales=True", "for fp8"),
+        ("o_dtype=e4m3", "q's dtype"),
+        ("rope_theta=3.0", "RoPE"),
+        ("magnitude=neg position=ROPE_LLAMA", "exact"),
     ],
 )
 def test_text_of_no_problem_is_refused(text, message):
+    lengths = "".join(f"{name} " for name in ("qo_lens=1", "kv_lens=2") if name[:7] not in text)
     with pytest.raises(ValueError, match=message):
-        parse(text)
+        parse(lengths + text)
 
 
-def test_a_problem_may_have_no_keys_and_no_rows():
-    for text in ("qo_lens=0 kv_lens=0", "qo_lens=3 kv_lens=0 page_size=3", "qo_lens=0 kv_lens=9"):
-        assert wrapper_trial.examine(parse(text), backend="cpu").failures == []
+@pytest.mark.parametrize(
+    "text", ["qo_lens=0 kv_lens=0", "qo_lens=3 kv_lens=0 page_size=3", "qo_lens=0 kv_lens=9"]
+)
+def test_a_problem_may_have_no_keys_and_no_rows(text):
+    assert wrapper_trial.examine(parse(text), backend="cpu").failures == []
 
 
 BUSY = Problem(
@@ -145,30 +135,20 @@ def test_shrinking_ends_at_what_matters():
         case = problem.case
         return case.window_left >= 0 and max(case.kv_lens) > 40 and problem.call.lse_base == "ln"
 
-    small = shrinking.shrink(BUSY, fails)
-    assert fails(small)
-    assert small == shrinking.shrink(BUSY, fails)
-    case = dataclasses.replace(
-        Case("problem", (0,), (41,), 1, 1, 8, dtype=BUSY.case.dtype), window_left=17
-    )
-    assert small == Problem(case, Call(lse_base="ln"), seed=5)
+    case = Case("problem", (0,), (41,), 1, 1, 8, dtype=BUSY.case.dtype, window_left=17)
+    assert shrinking.shrink(BUSY, fails) == Problem(case, Call(lse_base="ln"), seed=5)
 
 
 def test_shrinking_keeps_what_belongs_together():
-    """A candidate that is no problem is passed over: requests alone need a split policy."""
-    problem = dataclasses.replace(
-        BUSY,
-        case=dataclasses.replace(BUSY.case, disable_split_kv=True),
-        call=Call(entry=Entry.BATCH),
-        also=Also.ALONE,
-    )
+    """Requests alone need a split policy: a candidate without one is passed over."""
+    case = dataclasses.replace(BUSY.case, disable_split_kv=True)
+    problem = Problem(case, Call(entry=Entry.BATCH), Also.ALONE, seed=5)
     small = shrinking.shrink(problem, lambda other: other.also is Also.ALONE)
     assert small.case.disable_split_kv
     assert small.case.qo_lens == (0,)
 
 
-def test_no_more_tries_than_allowed(monkeypatch):
-    monkeypatch.setattr(shrinking, "_TRIES", 7)
-    seen = []
-    assert shrinking.shrink(BUSY, lambda other: seen.append(other)) == BUSY
-    assert len(seen) == 7
+def test_shrinking_ends_where_no_candidate_fails():
+    tried = []
+    assert shrinking.shrink(BUSY, tried.append) == BUSY
+    assert 7 < len(tried) < 1000

@@ -1,4 +1,4 @@
-"""ALiBi and RoPE on the CPU: float32 weights at positions of any size."""
+"""ALiBi and RoPE on the CPU keep the bits of float32 weights at positions of any size."""
 
 import os
 
@@ -40,10 +40,10 @@ def test_far_keys_keep_their_bits_under_alibi(qo_len, soft_cap, split):
 
 
 @in_chunks_or_not
-@pytest.mark.parametrize("rope", [Rope(), Rope(0.3, 5e5)], ids=str)
+@pytest.mark.parametrize("rope", [Rope(), Rope(0.3, 5e5)], ids=["default", "other"])
 @pytest.mark.parametrize("qo_len", [1, 3, 19, 70])
 def test_far_positions_keep_their_bits_under_rope(qo_len, split, rope):
-    """2^18 and more: an angle in float32 would be off by 1/64, and so would weights."""
+    """From 2^18 on an angle in float32 would be off by 1/64, and so would weights."""
     # Few keys weigh: errors of their logits stay visible.
     options = {"window_left": 300, "sm_scale": 1.0, "pos_encoding_mode": "ROPE_LLAMA"}
     options |= {"rope_scale": rope.scale, "rope_theta": rope.theta}
@@ -57,6 +57,6 @@ def test_far_positions_keep_their_bits_under_rope(qo_len, split, rope):
 
 @on_every_instruction_set
 def test_every_instruction_set(isa):
-    """The core cases with narrower vectors than this machine's."""
+    """The core cases pass with narrower vectors than this machine's."""
     cases = os.path.join(os.path.dirname(__file__), "test_cpu_cases.py")
     run_again(isa, cases, "-k", "test_core and (alibi or rope)")

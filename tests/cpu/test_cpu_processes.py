@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a run, and worker processes of a DataLoader."""
+"""A run handles signals, and worker processes of a DataLoader compute."""
 
 import pytest
 from cpu_runs import python
@@ -8,23 +8,16 @@ LONG = """
     import torch
     from preflash.testing import Case, build, runner
 
-    # A shell's background jobs, and what they start, ignore it.
+    # Background jobs of a shell ignore the signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads({threads})
-    # Minutes, if nobody ends it.
+    # It takes minutes if nobody ends it.
     long = build(Case("long", (1 << 14,), (1 << 17,), 8, 8, 64, disable_split_kv=True))
     wrapper = runner.make_wrapper(long.case, backend="cpu")
     runner.plan(wrapper, long)
     small = build(Case("small", (70, 3), (300, 200), 4, 2, 64))
 
-    def send_soon(which):
-        began.set()
-        time.sleep(0.5)
-        os.kill(os.getpid(), which)
-
-    began = threading.Event()
-    threading.Thread(target=send_soon, args=(signal.SIGINT,)).start()
-    began.wait()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
     try:
         runner.run(wrapper, long)

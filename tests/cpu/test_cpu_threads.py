@@ -1,4 +1,4 @@
-"""Threads of the CPU backend: callers that run at once, each with its own number of threads."""
+"""Callers of the CPU backend run at once, each with its own number of threads."""
 
 import itertools
 import json
@@ -12,7 +12,6 @@ import preflash
 import pytest
 import torch
 from cpu_runs import python, same
-from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
@@ -27,12 +26,8 @@ def _own_thread_count():
 
 
 def use_threads(num_threads):
-    """torch's count of the calling Python thread.
-
-    A thread's first call takes over what any thread set last: asked for here, so that it is not
-    the run that takes another thread's number over.
-    """
-    torch.get_num_threads()
+    """Sets torch's count of the calling Python thread."""
+    torch.get_num_threads()  # a thread's first call takes over what any thread set last
     torch.set_num_threads(num_threads)
 
 
@@ -74,25 +69,29 @@ def test_a_short_call_does_not_wait_for_a_long_one():
     assert not waited, "three calls of 4 tokens took as long as a prefill of 6144 tokens"
 
 
-def test_every_call_has_its_own_number_of_threads(monkeypatch):
-    """Two calls that are under way at once; neither changes the other's number."""
-    both_inside = threading.Barrier(2, timeout=60)
-    original = backends.CpuBackend.num_threads
-    seen = {}
+def test_every_call_has_its_own_number_of_threads():
+    """A call starts helpers up to the number of its own Python thread, whatever others have set."""
+    python("""
+        import os, preflash, torch
+        from concurrent.futures import ThreadPoolExecutor
 
-    def num_threads():
-        seen[threading.get_ident()] = number = original()
-        both_inside.wait()
-        return number
+        q = torch.randn(600, 4, 64)
+        wide, narrow = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
-    monkeypatch.setattr(backends.CpuBackend, "num_threads", staticmethod(num_threads))
-    inputs = build(CASE)
+        def use_threads(num_threads):
+            torch.get_num_threads()
+            torch.set_num_threads(num_threads)
 
-    def call(num_threads):
-        result(inputs, num_threads)
-        return seen[threading.get_ident()]
+        def started():
+            before = len(os.listdir("/proc/self/task"))
+            preflash.single_prefill_with_kv_cache(q, q, q)
+            return len(os.listdir("/proc/self/task")) - before
 
-    assert in_threads(lambda: call(1), lambda: call(3)) == [1, 3]
+        wide.submit(use_threads, 3).result()
+        narrow.submit(use_threads, 1).result()
+        assert narrow.submit(started).result() == 0
+        assert wide.submit(started).result() == 2
+    """)
 
 
 def test_bits_do_not_depend_on_other_callers():
@@ -106,7 +105,7 @@ def test_bits_do_not_depend_on_other_callers():
 
 
 def test_threads_that_share_a_wrapper():
-    """Partials of split keys are of one run each, whichever of the wrapper's plans it is."""
+    """Each run has partials of its own, whichever of the wrapper's plans it runs."""
     case = Case("split", (30,), (3000,), 4, 2, 64, fixed_split_size=256)
     inputs = build(case)
     wrapper = runner.planned(inputs, backend="cpu")
@@ -126,7 +125,7 @@ def test_threads_that_share_a_wrapper():
 
 
 def test_threads_that_bind_launches_of_one_wrapper():
-    """More strides, and more windows, than a wrapper keeps, each seen first by any thread."""
+    """A wrapper sees more strides, and more windows, than it keeps; any thread has each first."""
     case = Case("shared", (3, 2), (40, 30), 2, 1, 32, mask=MaskKind.CAUSAL)
     inputs = build(case)
     wrapper = runner.planned(inputs, backend="cpu")
@@ -246,7 +245,6 @@ def test_no_threads_are_refused():
 
 # PREFLASH_CPU_ISA
 
-
 ENTRY_POINTS = {
     "plan": "plan()",
     "single": "preflash.single_prefill_with_kv_cache(q, q, q)",
@@ -255,15 +253,16 @@ ENTRY_POINTS = {
     "merge_state": "preflash.merge_state(q, s, q, s)",
     "merge_state_in_place": "preflash.merge_state_in_place(q, s, q, s)",
     "merge_states": "preflash.merge_states(q[:, None], s[:, None])",
-    "cpu_isa": "preflash._core.cpu_isa()",
+    "info": "cli.main(['info'])",
 }
 
 
-@pytest.fixture(scope="module")
-def refusals() -> dict[str, str]:
-    """Message of each entry point, called twice, for an unknown instruction set."""
-    code = f"""
+def test_an_unknown_instruction_set_is_refused():
+    """Every entry point refuses it, each time it is called; `info` only says so."""
+    printed = python(
+        f"""
 import preflash, torch
+from preflash import cli
 q, s, ends = torch.randn(5, 2, 64), torch.randn(5, 2), torch.tensor([0, 4, 9])
 def plan():
     wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
@@ -273,31 +272,16 @@ for name, call in {ENTRY_POINTS!r}.items():
     for _ in range(2):
         try:
             eval(call)
-            print(name, "accepted")
-        except Exception as error:
-            print(name, type(error).__name__, error)
-"""
-    said: dict[str, str] = {}
-    for line in python(code, PREFLASH_CPU_ISA="avx1024").splitlines():
-        name, message = line.split(" ", 1)
-        assert said.setdefault(name, message) == message, "the second call says something else"
-    return said
-
-
-@pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_an_unknown_instruction_set_is_refused(refusals, name):
-    message = refusals[name]
-    assert message.startswith("ValueError")
-    for part in ("PREFLASH_CPU_ISA", "avx1024", "generic", "avx2", "avx512"):
-        assert part in message
-
-
-def test_info_tells_of_an_unknown_instruction_set():
-    code = "from preflash.cli import main; raise SystemExit(main(['info']))"
-    lines = python(code, PREFLASH_CPU_ISA="avx1024").splitlines()
-    line = next(line for line in lines if line.startswith("CPU "))
-    assert "avx1024" in line
-    assert "generic, avx2 or avx512" in line
+        except ValueError as error:
+            print("CPU", name, error)
+""",
+        PREFLASH_CPU_ISA="avx1024",
+    )
+    said = [line for line in printed.splitlines() if line.startswith("CPU ")]
+    assert len(said) == 2 * len(ENTRY_POINTS), printed
+    for line in said:
+        for part in ("avx1024", "generic", "avx2", "avx512"):
+            assert part in line
 
 
 @pytest.mark.parametrize("isa", ["", "generic", "avx512"])

@@ -1,5 +1,4 @@
-"""The testing tools are tested: the oracle against SDPA in float64, the comparison against known
-mistakes."""
+"""The oracle agrees with SDPA in float64, and the comparison finds known mistakes."""
 
 import dataclasses
 import math
@@ -24,7 +23,7 @@ from preflash.testing.oracle import Pipeline
 
 
 def keeps(case: Case, request, row: int, key: int) -> bool:
-    """The specification, literally."""
+    """Returns whether a row keeps a key, by the specification."""
     qo_len, kv_len = request.q.shape[0], request.k.shape[0]
     delta = kv_len - qo_len
     if request.mask is not None:
@@ -36,8 +35,8 @@ def keeps(case: Case, request, row: int, key: int) -> bool:
     return keep and (case.window_left < 0 or key >= row + delta - case.window_left)
 
 
-def turned(x: torch.Tensor, first: int, rope) -> torch.Tensor:
-    """RoPE in complex numbers: x [n, heads, D] at positions first, first + 1, ..."""
+def rotated(x: torch.Tensor, first: int, rope) -> torch.Tensor:
+    """Rotates x [n, heads, D] at positions first, first + 1, ... in complex numbers."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[..., :half], x[..., half:])
     steps = [rope.theta ** (-2 * d / (2 * half)) / rope.scale for d in range(half)]
@@ -60,8 +59,8 @@ def sdpa(case: Case, made) -> torch.Tensor:
         )
         q, key = request.q.double(), request.k.double()
         if made.pipeline.rope is not None:
-            q = turned(q, kv_len - qo_len, made.pipeline.rope)
-            key = turned(key, 0, made.pipeline.rope)
+            q = rotated(q, kv_len - qo_len, made.pipeline.rope)
+            key = rotated(key, 0, made.pipeline.rope)
         k, v = (
             t.double().repeat_interleave(case.group_size, 1).transpose(0, 1)[None]
             for t in (key, request.v)
@@ -102,25 +101,25 @@ def test_oracle_is_sdpa_in_float64(case):
     torch.testing.assert_close(expected.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=("f16", "bf16"))
 def test_rotated_operands_may_be_rounded_once(dtype):
     """Kernels multiply 16 bits after the rotation, and the bounds know it; nothing else passes."""
     case = Case("rounded", (70,), (131,), 4, 2, 128, dtype=dtype, mask=MaskKind.CAUSAL)
     made = build(dataclasses.replace(case, position=Position.ROPE))
     request, expected = made.request(0), reference(made)
 
-    def rotated(first_key: int, rounded: torch.dtype):
+    def attend(first_key: int, rounded: torch.dtype):
         q, k = (
-            turned(x.double(), first, made.pipeline.rope).to(rounded)
+            rotated(x.double(), first, made.pipeline.rope).to(rounded)
             for x, first in ((request.q, 61), (request.k, first_key))
         )
         got = oracle.attend(q, k, request.v, dataclasses.replace(made.pipeline, rope=None))
         return got.out.to(dtype), got.lse.float()
 
-    compare(*rotated(0, dtype), expected, rotated_dtype=dtype).check()
-    assert not compare(*rotated(0, dtype), expected).ok
-    assert not compare(*rotated(1, dtype), expected, rotated_dtype=dtype).ok
-    assert not compare(*rotated(0, torch.float8_e4m3fn), expected, rotated_dtype=dtype).ok
+    compare(*attend(0, dtype), expected, rotated_dtype=dtype).check()
+    assert not compare(*attend(0, dtype), expected).ok
+    assert not compare(*attend(1, dtype), expected, rotated_dtype=dtype).ok
+    assert not compare(*attend(0, torch.float8_e4m3fn), expected, rotated_dtype=dtype).ok
 
 
 def test_oracle_sinks_by_hand():
@@ -196,7 +195,7 @@ BASE = Case("comparison", (40, 3), (130, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 
 
 def rounded(made, pipeline: Pipeline, *, wrong_row: int | None = None):
-    """A float32 attention that rounds P and the output to the case's dtype, as kernels do."""
+    """Computes in float32 and rounds P and the output to the case's dtype, as kernels do."""
     outs, lses = [], []
     for i in range(made.case.batch_size):
         request = made.request(i)
@@ -223,7 +222,7 @@ def rounded(made, pipeline: Pipeline, *, wrong_row: int | None = None):
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_honest_rounding_passes(dtype):
     made = build(BASE.with_dtype(dtype))
     report = compare(*rounded(made, made.pipeline), reference(made))
@@ -232,12 +231,12 @@ def test_honest_rounding_passes(dtype):
 
 
 def changed(**options):
-    """Results of a pipeline with other options."""
+    """Returns results of a pipeline with other options."""
     return lambda made: rounded(made, dataclasses.replace(made.pipeline, **options))
 
 
 def spoiled(spoil):
-    """Results of the right pipeline, spoiled in place."""
+    """Returns results of the right pipeline, spoiled in place."""
 
     def results(made):
         out, lse = rounded(made, made.pipeline)
@@ -247,37 +246,24 @@ def spoiled(spoil):
     return results
 
 
-def swap_rows(out, lse) -> None:
-    out[[3, 4]] = out[[4, 3]]
-
-
-def leave_a_row(out, lse) -> None:
-    out[11, 2] = math.nan
-
-
 MISTAKES = {
     "window": changed(window_left=100),
     "not_causal": changed(causal=False),
     "scale": changed(sm_scale=BASE.scale * 1.002),
     "one_key": lambda made: rounded(made, made.pipeline, wrong_row=17),
     "natural_log": spoiled(lambda out, lse: lse.mul_(math.log(2.0))),
-    "row_swap": spoiled(swap_rows),
-    "stale_row": spoiled(leave_a_row),
+    "row_swap": spoiled(lambda out, lse: out[3:5].copy_(out[3:5].flip(0))),
+    "stale_row": spoiled(lambda out, lse: out[11, 2].fill_(math.nan)),
+    "one_element": spoiled(lambda out, lse: out[5, 1, 7].add_(0.05)),
+    "two_units": spoiled(lambda out, lse: out.mul_(1 + 2 * max(unit_roundoff(out.dtype), 1e-4))),
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("results", MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_fail(dtype, results):
     made = build(BASE.with_dtype(dtype))
     assert not compare(*results(made), reference(made)).ok
-
-
-def test_a_relative_error_of_one_rounding_unit_fails():
-    made = build(BASE)
-    out, lse = rounded(made, made.pipeline)
-    off = (out.float() * (1 + 2 * unit_roundoff(torch.bfloat16))).bfloat16()
-    assert not compare(off, lse, reference(made)).ok
 
 
 def test_a_masked_row_must_be_exactly_zero_with_an_infinite_lse():
@@ -291,12 +277,7 @@ def test_a_masked_row_must_be_exactly_zero_with_an_infinite_lse():
         assert not compare(out, lse, expected).ok
 
 
-def test_random_cases_repeat():
-    assert random_cases(20, seed=4) == random_cases(20, seed=4)
-    assert random_cases(20, seed=4) != random_cases(20, seed=5)
-
-
-def test_a_report_tells_where():
+def test_a_report_says_where():
     made = build(BASE)
     out, lse = rounded(made, made.pipeline)
     out[5, 1, 7] += 3

@@ -1,5 +1,4 @@
-"""Engines' Python files that this harness runs, from PyPI and GitHub: python tests/engines/fetch.py
---help."""
+"""Fetches Python files of engines from PyPI and GitHub: python tests/engines/fetch.py --help."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def wheel(release: str, directory: Path) -> Path:
 
 
 def unpack(path: Path, out: Path) -> None:
-    """The attention backends and what they import, not the models."""
+    """Extracts the attention backends and what they import, not the models."""
     name, version = path.name.split("-")[:2]
     target = out / f"{name}-{version}"
     with zipfile.ZipFile(path) as file:
@@ -66,7 +65,7 @@ def unpack(path: Path, out: Path) -> None:
 
 
 def check_out(release: str, out: Path) -> None:
-    """A commit of an engine that PyPI does not have."""
+    """Checks out a commit of an engine that PyPI does not have."""
     name, _, commit = release.partition("@")
     target = out / f"{name}-{commit[:9]}"
     git = ["git", "-C", str(target)]

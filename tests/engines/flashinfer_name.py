@@ -1,5 +1,5 @@
-"""The name `flashinfer` for engines: the installed package with patch_flashinfer(), or where it is
-not installed, modules of that name that hold preflash's functions."""
+"""Gives engines the name `flashinfer`: the installed package with patch_flashinfer(), or modules of
+that name that hold preflash's functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODULES = ("attention", "cascade", "cudnn", "decode", "page", "pod", "prefill",
 
 
 def install() -> str:
-    """Tells which."""
+    """Installs the name, and returns a sentence on what has it."""
     if importlib.util.find_spec("flashinfer") is not None:
         return repr(preflash.patch_flashinfer()).splitlines()[0]
     root = _module("flashinfer")

@@ -1,4 +1,4 @@
-"""RTP-LLM's wrapper classes: paged and ragged prefill, and decode."""
+"""Drives RTP-LLM's wrapper classes: paged and ragged prefill, and decode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _CacheType(Enum):
 
 
 class _Parameters:
-    """FlashInferMlaAttnParams, which its C++ fills: arrays of fixed addresses."""
+    """Stands in for FlashInferMlaAttnParams, which C++ fills: arrays of fixed addresses."""
 
     device = torch.device("cpu")
     num_pages = 0
@@ -63,7 +63,7 @@ def _quantized(x, out, _scale, _static) -> None:
 
 
 def load(root: Path, device: torch.device):
-    """The module of RTP-LLM's wrappers, from the directory that holds `rtp_llm`."""
+    """Loads the module of RTP-LLM's wrappers from the directory that holds `rtp_llm`."""
     finder = Finder(root, "rtp_llm", REAL, ())
     values = finder.values
     values["rtp_llm.models_py.utils.arch"] = {"is_sm90": lambda: True, "is_sm10x": lambda: False}

@@ -1,4 +1,4 @@
-"""A two-layer model, a float32 reference of it, and the steps that a serving engine schedules."""
+"""Serves a two-layer model in the steps of an engine, and compares it with a float32 reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass
 class Request:
-    """slots: where each token's keys lie in the pool, in pages of 16."""
+    """A request. Its slots are the places of each token's keys in the pool, in pages of 16."""
 
     tokens: list[int]
     index: int = 0
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass
 class Batch:
-    """One step: decodes come first."""
+    """Requests of one step, decodes first."""
 
     requests: list[Request]
     new: list[int]
@@ -56,7 +56,7 @@ class Batch:
         return [r.computed + n for r, n in zip(self.requests, self.new, strict=True)]
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots of the new tokens."""
+        """Returns token ids, positions and slots of the new tokens."""
         spans = [
             (r, r.computed, r.computed + n) for r, n in zip(self.requests, self.new, strict=True)
         ]
@@ -73,13 +73,13 @@ class Batch:
 
 
 class Engine(Protocol):
-    """An engine's attention, driven by this harness."""
+    """Attention of an engine, which this harness drives."""
 
     def begin(self, batch: Batch, slots: torch.Tensor) -> None:
         """Builds the metadata of a step. slots: where the new tokens' keys go."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """[tokens, num_qo_heads, head_dim]; writes k and v into the cache."""
+        """Returns [tokens, num_qo_heads, head_dim], after k and v are written into the cache."""
 
 
 class Model:
@@ -107,7 +107,7 @@ class Model:
         self.head = weight(s.hidden, s.vocabulary, 4.0)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
-        """The logits of every token. attend(layer, q, k, v) takes and gives the cache's dtype."""
+        """Returns the logits of every token. attend(layer, q, k, v) is in the cache's dtype."""
         s = self.shape
         x = self.embedding[tokens]
         for index, w in enumerate(self.layers):
@@ -135,7 +135,7 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def reference_attention(shape: Shape):
-    """attend() of one whole sequence, in float32."""
+    """Returns an attend() of one whole sequence in float32."""
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group = shape.num_qo_heads // shape.num_kv_heads
@@ -155,7 +155,7 @@ def reference_attention(shape: Shape):
 
 
 class Pool:
-    """Pages in shuffled order."""
+    """Hands out pages in shuffled order."""
 
     def __init__(self, num_pages: int) -> None:
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
@@ -309,9 +309,9 @@ class Replay:
 
 
 def check(model: Model, served: Served, tokens: bool = True) -> dict[str, float]:
-    """Compares with the reference, the tokens too unless so many are served that some are nearly
-    ties. Gives the largest difference of a logit, and how far the
-    reference's best token is from its second at the least."""
+    """Compares logits with the reference's, and tokens unless so many are served that some are
+    nearly ties. Returns the largest difference of a logit, and the least margin of the reference's
+    best token over its second."""
     worst, margin = 0.0, float("inf")
     # Kernels over 8 bits round the weights of the softmax to 4 bits, so tokens may differ.
     coarse = model.shape.fp8_cache and model.device.type == "cuda"

@@ -1,5 +1,5 @@
-"""SGLang's attention backends: its own for FlashInfer (FlashInferAttnBackend), and preflash's on
-SGLang's unmodified base classes. Extend, decode, and what CUDA graphs do around decode."""
+"""Drives SGLang's attention backends, its own for FlashInfer (FlashInferAttnBackend) and that of
+preflash on SGLang's unmodified base classes: extend, decode and the CUDA graphs of decode."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _TorchWithoutCuda:
 
 
 def _pack_stream(table, rows, lengths, indptr, out, starts=None) -> None:
-    """The slots of each request's keys, one request after another."""
+    """Writes the slots of each request's keys, one request after another."""
     for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         start = 0 if starts is None else int(starts[i])
         begin = int(indptr[i])

@@ -1,5 +1,5 @@
-"""An engine's attention backend without the engine: the modules that a backend computes with are
-the engine's own files, every other module of the engine is a stand-in that lets them import."""
+"""Imports an engine's attention backend without the engine: modules that compute are the engine's
+own files, every other module is a stand-in that lets them import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Anything:
-    """Imports, decorates, annotates and subclasses as anything does, and computes nothing."""
+    """Imports, decorates, annotates and subclasses like any name, and computes nothing."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = name

@@ -1,4 +1,5 @@
-"""Engines' own attention backends on preflash, where their files are: CONTRIBUTING.md says how."""
+"""Attention backends of engines compute the reference's logits and tokens on preflash, where their
+files are fetched: CONTRIBUTING.md says how."""
 
 import json
 import os
@@ -16,7 +17,6 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.skipif(not RELEASES, reason="PREFLASH_ENGINES names no directory of releases"),
 ]
-
 
 REFUSALS = (
     "FlashInfer backend on SM90 currently crashes with sliding-window",  # says vLLM 0.27

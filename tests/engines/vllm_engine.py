@@ -1,4 +1,4 @@
-"""vLLM's attention backends: its own for FlashInfer (FlashInferMetadataBuilder.build() and
+"""Drives vLLM's attention backends: its own for FlashInfer (FlashInferMetadataBuilder.build() and
 FlashInferImpl.forward()), and preflash's PREFLASH, on vLLM's unmodified base classes."""
 
 from __future__ import annotations

@@ -351,7 +351,10 @@ def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.T
     return Verdict(failures, worst=report.worst_ratio)
 
 
-def compare_out(inputs: FmhaInputs, out: torch.Tensor, expected: Expected) -> Report:
+def compare_out(
+    inputs: FmhaInputs, out: torch.Tensor, expected: Expected, p_dtype: torch.dtype | None = None
+) -> Report:
+    """p_dtype: of the weights, where it is not what the case says."""
     case = inputs.case
     # 8 bits that are not multiplied as they are become float16, of which the weights are made.
     widened = torch.float16 if case.dtype == E4M3 else case.dtype
@@ -359,7 +362,7 @@ def compare_out(inputs: FmhaInputs, out: torch.Tensor, expected: Expected) -> Re
         inputs.of_requests(out).cpu(),
         None,
         expected,
-        p_dtype=E4M3 if inputs.in_8_bits else widened,
+        p_dtype=p_dtype or (E4M3 if inputs.in_8_bits else widened),
         soft_cap=case.soft_cap or 0.0,
         hardware_cap=out.is_cuda and not case.stats and capped_by_hardware(),
         logit_rounding=logit_roundings(case.head_dim),

@@ -1,4 +1,4 @@
-"""Plans as a kernel finds them: the int workspace decoded with the layout that came with it."""
+"""Decodes plans as a kernel finds them: the int workspace, by the layout that came with it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,12 @@ FINAL = -1
 ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles
 
 REQUEST = np.dtype(
-    [
-        ("qo_begin", "<i4"),
-        ("qo_len", "<i4"),
-        ("kv_begin", "<i4"),
-        ("kv_len", "<i4"),
-        ("mask_begin", "<i8"),
-        ("chunk_keys", "<i4"),
-        ("segment", "<i4"),
-    ]
+    [(name, "<i4") for name in ("qo_begin", "qo_len", "kv_begin", "kv_len")]
+    + [("mask_begin", "<i8"), ("chunk_keys", "<i4"), ("segment", "<i4")]
 )
-ITEM = np.dtype(
-    [
-        ("request", "<i4"),
-        ("row_begin", "<i4"),
-        ("kv_head", "<i2"),
-        ("chunk", "<i2"),
-        ("partial_row", "<i4"),
-    ]
-)
-MERGE = np.dtype(
-    [
-        ("request", "<i4"),
-        ("row_begin", "<i4"),
-        ("kv_head", "<i2"),
-        ("num_chunks", "<i2"),
-        ("first_row", "<i4"),
-    ]
-)
+_TILE = [("request", "<i4"), ("row_begin", "<i4"), ("kv_head", "<i2")]
+ITEM = np.dtype([*_TILE, ("chunk", "<i2"), ("partial_row", "<i4")])
+MERGE = np.dtype([*_TILE, ("num_chunks", "<i2"), ("first_row", "<i4")])
 
 SEGMENT_DEFAULTS = {
     "num_qo_heads": 4,
@@ -56,12 +34,26 @@ LAUNCH_DEFAULTS = {"num_sms": 132, "float_workspace_bytes": 128 << 20}
 DEFAULTS = SEGMENT_DEFAULTS | LAUNCH_DEFAULTS
 
 
+def indptr(lengths) -> list[int]:
+    return [0, *accumulate(int(n) for n in lengths)]
+
+
+def segment(qo_lens, kv_lens, **options) -> dict:
+    """Returns the arguments of one of two segments."""
+    return SEGMENT_DEFAULTS | {"qo_indptr": indptr(qo_lens), "kv_indptr": indptr(kv_lens)} | options
+
+
+def ragged(qo_lens, kv_lens, **options) -> dict:
+    """Returns the arguments of a ragged case with these lengths."""
+    return LAUNCH_DEFAULTS | segment(qo_lens, kv_lens, **options)
+
+
 def traits_of(case: dict) -> _core.FamilyTraits:
     return _core.traits_of(getattr(_core.Family, case.get("family", "sm80")))
 
 
 def rows_per_tile(case: dict) -> int:
-    """The packed rows of one query tile: token-aligned where the family says so and one fits."""
+    """Returns the packed rows of a query tile: of whole tokens where the family aligns tiles."""
     tile_m, group = case["tile_m"], case["num_qo_heads"] // case["num_kv_heads"]
     if traits_of(case).token_aligned and group <= tile_m:
         return tile_m // group * group
@@ -69,26 +61,16 @@ def rows_per_tile(case: dict) -> int:
 
 
 def partial_bytes(rows: int, head_dim: int = 128) -> int:
-    """Float workspace of so many partial rows: head_dim floats and an LSE of two each."""
+    """Returns the bytes of so many partial rows: head_dim floats and an LSE of two floats each."""
     return -(-rows * head_dim * 4 // 16) * 16 + -(-rows * 8 // 16) * 16
-
-
-def indptr(lengths) -> list[int]:
-    return [0, *accumulate(int(n) for n in lengths)]
-
-
-def ragged(qo_lens, kv_lens, **options) -> dict:
-    """Arguments of a ragged case with these lengths."""
-    return DEFAULTS | {"qo_indptr": indptr(qo_lens), "kv_indptr": indptr(kv_lens)} | options
 
 
 def keep_mask(
     qo_len: int, kv_len: int, *, causal: bool, window_left: int, chunk_size: int = 0
 ) -> np.ndarray:
-    """keep[row, key] of one request, written from the definition."""
-    row = np.arange(qo_len)[:, None]
+    """Returns keep[row, key] of one request, by the definition of the masks."""
+    diagonal = np.arange(qo_len)[:, None] + kv_len - qo_len
     key = np.arange(kv_len)[None, :]
-    diagonal = row + kv_len - qo_len
     keep = np.ones((qo_len, kv_len), bool)
     if causal:
         keep &= key <= diagonal
@@ -99,14 +81,9 @@ def keep_mask(
     return keep
 
 
-def segment(qo_lens, kv_lens, **options) -> dict:
-    """Arguments of one of two segments."""
-    return SEGMENT_DEFAULTS | {"qo_indptr": indptr(qo_lens), "kv_indptr": indptr(kv_lens)} | options
-
-
 @dataclass
 class Planned:
-    """A plan and the arguments that it was made from. With one segment `case` has those of both."""
+    """A plan and the arguments that made it. A case of one segment has the segment's arguments."""
 
     case: dict
     segments: list[dict]
@@ -119,12 +96,8 @@ class Planned:
     merges: np.ndarray
     cta_begin: np.ndarray | None
 
-    @property
-    def tile_rows(self) -> int:
-        return rows_per_tile(self.case)
-
     def segment_of(self, item) -> dict:
-        """The arguments of the segment that the item's or merge's request names."""
+        """Returns the arguments of the segment of an item or a merge."""
         return self.segments[self.requests[item["request"]]["segment"]]
 
     def group_of(self, item) -> int:
@@ -135,46 +108,41 @@ class Planned:
         return rows_per_tile(self.segment_of(item))
 
     def live_rows(self, item) -> int:
-        """Rows of the item's or merge's tile: less than a tile has where the request ends."""
+        """Returns the rows of an item's or a merge's tile, without those past the request's end."""
         rows = int(self.requests[item["request"]]["qo_len"]) * self.group_of(item)
         return min(self.tile_rows_of(item), rows - int(item["row_begin"]))
 
     def keys_of(self, item) -> tuple[int, int]:
-        """The keys of the item's chunk, cut at the end of its request."""
+        """Returns the keys of the item's chunk, cut at the end of its request."""
         request = self.requests[item["request"]]
         begin = int(item["chunk"]) * int(request["chunk_keys"])
         return begin, min(begin + int(request["chunk_keys"]), int(request["kv_len"]))
 
     def kv_tiles_of(self, item) -> int:
-        """KV tiles that the item's rows touch in its chunk, from touched_tiles()."""
+        """Returns the number of KV tiles that the item's rows touch in its chunk."""
         request, options = self.requests[item["request"]], self.segment_of(item)
-        last = int(item["row_begin"]) + self.live_rows(item) - 1
+        first = int(item["row_begin"])
         key_begin, key_end = self.keys_of(item)
         begin, _, _, end = planner.touched_tiles(
             qo_len=int(request["qo_len"]),
             kv_len=int(request["kv_len"]),
-            window_left=options["window_left"],
-            chunk_size=options["chunk_size"],
-            causal=options["causal"],
-            first=int(item["row_begin"]) // self.group_of(item),
-            last=last // self.group_of(item),
+            first=first // self.group_of(item),
+            last=(first + self.live_rows(item) - 1) // self.group_of(item),
             key_begin=key_begin,
             key_end=key_end,
-            tile_n=options["tile_n"],
+            **{name: options[name] for name in ("window_left", "chunk_size", "causal", "tile_n")},
         )
         return end - begin
 
-    def item_cost(self, options: dict) -> float:
-        """In KV tiles."""
-        keys = traits_of(self.case).item_keys
-        return round(4 * keys / options["tile_n"]) / 4 if keys else ITEM_COST
-
     def cost_of(self, item) -> float:
+        """Returns the cost of an item in KV tiles."""
+        keys, tile_n = traits_of(self.case).item_keys, self.segment_of(item)["tile_n"]
+        fixed = round(4 * keys / tile_n) / 4 if keys else ITEM_COST
         partial = PARTIAL_COST if item["partial_row"] != FINAL else 0
-        return self.kv_tiles_of(item) + self.item_cost(self.segment_of(item)) + partial
+        return self.kv_tiles_of(item) + fixed + partial
 
     def costs(self) -> np.ndarray:
-        """Costs of all items in order; equal (request, row, chunk) are looked up once."""
+        """Returns the costs of all items in order; heads of one tile have the same cost."""
         known: dict = {}
         out = []
         for item in self.items:
@@ -184,32 +152,43 @@ class Planned:
             out.append(known[key])
         return np.array(out)
 
+    def loads(self) -> np.ndarray:
+        """Returns the cost of each CTA's list."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.costs())])[self.cta_begin])
+
+    def lists(self, values) -> list:
+        """Returns one value per item as a list of values for each CTA."""
+        return [values[begin:end] for begin, end in pairwise(self.cta_begin)]
+
     def cta_slots(self) -> int:
         return self.case["num_sms"] * min(options["ctas_per_sm"] for options in self.segments)
 
+    def heads(self) -> list[tuple[int, int]]:
+        """Returns request and KV head of each item."""
+        return [(int(item["request"]), int(item["kv_head"])) for item in self.items]
+
 
 def _table(image: bytes, offset: int, count: int, dtype) -> np.ndarray:
-    return np.frombuffer(image, dtype=dtype, offset=max(offset, 0), count=count)
+    if offset < 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(image, dtype=dtype, offset=offset, count=count)
 
 
 def plan(**case) -> Planned:
-    """Plans a case and decodes the image that a kernel would read. Two segments are given as
-    segments=[segment(...), segment(...)], beside what the launch has."""
+    """Plans a case and decodes its image. Two segments are segments=[segment(...), ...]."""
     case = (LAUNCH_DEFAULTS if "segments" in case else DEFAULTS) | case
-    segments = case.get("segments", [case])
     made = planner.plan(**case)
     sizes, layout = made["sizes"], made["layout"]
     image = made["image"][: layout["int_bytes"]]
-    merges = [
-        _table(image, place["merges"], size["num_merges"] if place["merges"] >= 0 else 0, MERGE)
-        for place, size in zip(layout["segments"], sizes["segments"], strict=True)
-    ]
+    parts = list(zip(layout["segments"], sizes["segments"], strict=True))
+    merges = [_table(image, place["merges"], size["num_merges"], MERGE) for place, size in parts]
     if "segments" not in case:
         layout |= layout["segments"][0]
-    has_ctas = layout["cta_begin"] >= 0
+    ctas = _table(image, layout["cta_begin"], sizes["num_ctas"] + 1, "<i4")
+    family = {"family": case.get("family", "sm80")}
     return Planned(
         case=case,
-        segments=[one | {"family": case.get("family", "sm80")} for one in segments],
+        segments=[one | family for one in case.get("segments", [case])],
         sizes=sizes,
         layout=layout,
         image=image,
@@ -217,13 +196,11 @@ def plan(**case) -> Planned:
         requests=_table(image, layout["requests"], sizes["num_requests"], REQUEST),
         items=_table(image, layout["items"], sizes["num_items"], ITEM),
         merges=np.concatenate(merges),
-        cta_begin=_table(image, layout["cta_begin"], sizes["num_ctas"] + 1, "<i4")
-        if has_ctas
-        else None,
+        cta_begin=ctas if layout["cta_begin"] >= 0 else None,
     )
 
 
-def check_covered(plan: Planned) -> None:
+def _check_covered(plan: Planned) -> None:
     """Every kept (row, key) of every KV head is in exactly one item, every row is written once."""
     keys_seen, rows_written = [], []
     for request in plan.requests:
@@ -248,37 +225,29 @@ def check_covered(plan: Planned) -> None:
 
     for request, seen, written in zip(plan.requests, keys_seen, rows_written, strict=True):
         options = plan.segments[request["segment"]]
-        keep = keep_mask(
-            int(request["qo_len"]),
-            int(request["kv_len"]),
-            causal=options["causal"],
-            window_left=options["window_left"],
-            chunk_size=options["chunk_size"],
-        )
+        bounds = {name: options[name] for name in ("causal", "window_left", "chunk_size")}
+        keep = keep_mask(int(request["qo_len"]), int(request["kv_len"]), **bounds)
         kept_rows = np.repeat(keep, options["num_qo_heads"] // options["num_kv_heads"], axis=0)
         assert (seen[:, kept_rows] == 1).all()
         assert (seen <= 1).all()
         assert (written == 1).all()
 
 
-def check_chunks(plan: Planned) -> None:
-    """Chunk lengths are whole tiles, and partial items never run over nothing."""
+def _check_chunks(plan: Planned) -> None:
+    """Chunk lengths are whole tiles, and each partial item has a KV tile."""
     for request in plan.requests:
         assert request["chunk_keys"] > 0
         assert request["chunk_keys"] % plan.segments[request["segment"]]["tile_n"] == 0
-    for item in plan.items:
-        if item["partial_row"] != FINAL:
-            assert plan.kv_tiles_of(item) > 0
+    assert all(plan.kv_tiles_of(i) > 0 for i in plan.items if i["partial_row"] != FINAL)
 
 
-def check_merges(plan: Planned) -> None:
+def _check_partials(plan: Planned) -> None:
     """Partial rows are disjoint, used once, in chunk order, and inside the float workspace."""
-    for index in range(len(plan.segments)):
-        _check_merges_of(plan, index)
     begins_and_ends, float_bytes = [], 0
-    for options, place, size in zip(
-        plan.segments, plan.layout["segments"], plan.sizes["segments"], strict=True
+    for index, (options, place, size) in enumerate(
+        zip(plan.segments, plan.layout["segments"], plan.sizes["segments"], strict=True)
     ):
+        _check_merges_of(plan, index)
         rows, head_dim = size["num_partial_rows"], options.get("head_dim_vo", 128)
         float_bytes += partial_bytes(rows, head_dim)
         if rows:
@@ -292,7 +261,7 @@ def check_merges(plan: Planned) -> None:
 
 
 def _check_merges_of(plan: Planned, index: int) -> None:
-    """Each segment numbers its partial rows from 0."""
+    """A segment numbers its partial rows from 0, and each merge names the chunks of one tile."""
     by_row, taken = {}, []
     for item in plan.items:
         row = int(item["partial_row"])
@@ -320,44 +289,45 @@ def _check_merges_of(plan: Planned, index: int) -> None:
         begins = [first + chunk * rows for chunk in range(merge["num_chunks"])]
         merged.extend(begins)
         parts = [by_row[begin] for begin in begins]
-        for part in parts:
-            for name in ("request", "row_begin", "kv_head"):
-                assert part[name] == merge[name]
+        for name in ("request", "row_begin", "kv_head"):
+            assert all(part[name] == merge[name] for part in parts)
         chunks = [int(part["chunk"]) for part in parts]
         assert chunks == list(range(chunks[0], chunks[0] + len(chunks)))
     assert sorted(merged) == sorted(by_row)
     assert len(set(merged)) == len(merged)
 
 
-def check_image(plan: Planned) -> None:
-    """Tables are aligned, in order, apart, and nothing is written behind the last one."""
-    assert plan.canary == b"\xa5" * len(plan.canary)
-    assert len(plan.canary) >= 64
-    ends = [
-        (plan.layout["requests"], plan.requests.nbytes),
-        (plan.layout["items"], plan.items.nbytes),
-        (plan.layout["cta_begin"], 0 if plan.cta_begin is None else plan.cta_begin.nbytes),
-    ]
+def _check_image(plan: Planned) -> None:
+    """Tables are aligned and apart, and the memory past the last one is untouched."""
+    assert plan.canary == b"\xa5" * max(len(plan.canary), 64)
+    ends = [(plan.layout[name], getattr(plan, name).nbytes) for name in ("requests", "items")]
+    if plan.cta_begin is not None:
+        ends.append((plan.layout["cta_begin"], plan.cta_begin.nbytes))
     for place, size in zip(plan.layout["segments"], plan.sizes["segments"], strict=True):
         ends.append((place["merges"], size["num_merges"] * MERGE.itemsize))
     places = [(begin, size) for begin, size in ends if begin >= 0]
     assert all(begin % 16 == 0 for begin, _ in places)
-    for (begin, size), (following, _) in pairwise(places):
+    for (begin, size), (following, _) in pairwise([*places, (plan.layout["int_bytes"], 0)]):
         assert begin + size <= following
-    assert places[-1][0] + places[-1][1] <= plan.layout["int_bytes"]
 
 
 def check(plan: Planned) -> None:
-    """All that holds for any plan."""
-    check_image(plan)
-    check_chunks(plan)
-    check_covered(plan)
-    check_merges(plan)
-    tiles = sum(plan.kv_tiles_of(item) for item in plan.items)
-    assert plan.sizes["num_kv_tiles"] == tiles
+    """Asserts all that holds for any plan."""
+    _check_image(plan)
+    _check_chunks(plan)
+    _check_covered(plan)
+    _check_partials(plan)
+    assert plan.sizes["num_kv_tiles"] == sum(plan.kv_tiles_of(item) for item in plan.items)
     if plan.cta_begin is not None:
         assert plan.cta_begin[0] == 0
         assert plan.cta_begin[-1] == plan.sizes["num_items"]
         assert (np.diff(plan.cta_begin) >= 0).all()
     else:
         assert plan.sizes["num_ctas"] == plan.sizes["num_items"]
+
+
+def checked(qo_lens, kv_lens, **options) -> Planned:
+    """Plans a ragged case and checks what holds for any plan."""
+    made = plan(**ragged(qo_lens, kv_lens, **options))
+    check(made)
+    return made

@@ -1,7 +1,5 @@
-"""References from which the softmax of e4m3 products counts weights, checked on the host.
-
-The kernel's own headers are compiled for the host, with the four lanes of a row as threads
-(tests/cpp/four_lanes), so that a wrong choice shows without a GPU."""
+"""The softmax of e4m3 products keeps the weights beside one large logit: the kernel's own headers,
+compiled for the host with the four lanes of a row as threads (tests/cpp/four_lanes)."""
 
 import importlib.util
 import pathlib
@@ -25,18 +23,11 @@ def test_one_large_logit_does_not_cost_the_other_weights(tmp_path):
     subprocess.run([sys.executable, "-B", *codegen], check=True)
     program = tmp_path / "eight_bit_softmax"
     cutlass_include = pathlib.Path(cutlass.origin).parent / "source" / "include"
-    own = [f"-I{folder}" for folder in (ROOT / "cpp", ROOT / "cpp" / "include", tmp_path)]
+    includes = [f"-I{folder}" for folder in (ROOT / "cpp", ROOT / "cpp" / "include", tmp_path)]
+    includes += [f"-isystem={cutlass_include}", f"--pre-include={SOURCE.with_name('lanes.h')}"]
     # nvcc finds CUDA's headers; a .cpp is the host compiler's.
-    command = [
-        nvcc,
-        "-std=c++20",
-        "-O2",
-        "-Xcompiler=-pthread",
-        *own,
-        f"-isystem={cutlass_include}",
-    ]
-    lanes = f"--pre-include={SOURCE.with_name('lanes.h')}"
-    subprocess.run([*command, lanes, SOURCE, "-o", program], check=True)
+    flags = ["-std=c++20", "-O2", "-Xcompiler=-pthread", *includes]
+    subprocess.run([nvcc, *flags, SOURCE, "-o", program], check=True)
     done = subprocess.run([program], check=True, capture_output=True, text=True, timeout=300)
     rows = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
     assert len(rows) == 4 * 4 * 4

@@ -1,4 +1,4 @@
-"""touched_tiles() and keeps() against the definition of the masks, for every small shape."""
+"""touched_tiles() and keeps() follow the definition of the masks, for every small shape."""
 
 from itertools import product
 
@@ -12,11 +12,17 @@ CHUNKS = (0, 1, 2, 8, 32)
 TILE_N = 4
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window_left", WINDOWS)
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_keeps_is_the_definition(causal, window_left, chunk_size):
-    bounds = {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
+MASKS = pytest.mark.parametrize(
+    "bounds",
+    [
+        {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
+        for causal, window_left, chunk_size in product((False, True), WINDOWS, CHUNKS)
+    ],
+)
+
+
+@MASKS
+def test_keeps_is_the_definition(bounds):
     for qo_len, kv_len in product(LENGTHS, LENGTHS):
         got = planner.keeps(qo_len=qo_len, kv_len=kv_len, **bounds)
         expected = keep_mask(qo_len, kv_len, **bounds)
@@ -24,7 +30,7 @@ def test_keeps_is_the_definition(causal, window_left, chunk_size):
 
 
 def row_spans(qo_len):
-    """Every span of one, three or all rows."""
+    """Yields every span of one, three or all rows."""
     for first in range(qo_len):
         for last in {first, min(first + 2, qo_len - 1), qo_len - 1}:
             yield first, last
@@ -45,29 +51,23 @@ def check_range(keep, tiles, keys, custom_mask):
     # Nothing kept lies outside, and neither end of the range is idle.
     assert begin == kept_keys[0] // TILE_N
     assert end == kept_keys[-1] // TILE_N + 1
-    for tile in range(full_begin, full_end):
-        keys_of_tile = keep[:, tile * TILE_N : (tile + 1) * TILE_N]
-        assert keys_of_tile.shape[1] == TILE_N, "a tile cut by the end of the keys needs a mask"
-        assert keys_of_tile.all()
+
+    def full(tile):
+        """All rows keep the tile, and the end of the keys does not cut it."""
+        of_tile = keep[:, tile * TILE_N : (tile + 1) * TILE_N]
+        return of_tile.shape[1] == TILE_N and of_tile.all()
+
+    assert all(map(full, range(full_begin, full_end)))
     if custom_mask:
         assert full_begin == full_end
         return
-    # Every tile that all rows keep whole is found: none pays for a mask that it does not need.
-    whole = [
-        tile
-        for tile in range(begin, end)
-        if (tile + 1) * TILE_N <= keep.shape[1]
-        and keep[:, tile * TILE_N : (tile + 1) * TILE_N].all()
-    ]
-    assert list(range(full_begin, full_end)) == whole
+    # Every full tile is found: none pays for a mask that it does not need.
+    assert list(range(full_begin, full_end)) == [tile for tile in range(begin, end) if full(tile)]
 
 
 @pytest.mark.parametrize("custom_mask", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window_left", WINDOWS)
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_touched_tiles_by_brute_force(causal, window_left, chunk_size, custom_mask):
-    bounds = {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
+@MASKS
+def test_touched_tiles_by_brute_force(bounds, custom_mask):
     for qo_len, kv_len in product(LENGTHS, LENGTHS):
         keep = keep_mask(qo_len, kv_len, **bounds)
         for (first, last), chunk_tiles in product(row_spans(qo_len), (1, 2, 100)):

@@ -1,4 +1,4 @@
-"""A batch's page indices: copied, the largest found, and none negative, whatever their number."""
+"""A batch copies its page indices, finds the largest and refuses negative ones."""
 
 import numpy as np
 import pytest
@@ -8,23 +8,20 @@ COUNTS = (*range(40), 63, 64, 65, 1000)
 
 
 def batch_of(begin: int, end: int) -> _core.Batch:
-    """One request that owns the pages [begin, end)."""
-    qo_indptr, kv_indptr = np.array([0, 1], "<i4"), np.array([begin, end], "<i4")
-    last_page_len = np.array([1], "<i4")
-    arrays = (qo_indptr, kv_indptr, last_page_len)
+    """Returns a batch of one request that owns the pages [begin, end)."""
+    arrays = [np.array(values, "<i4") for values in ([0, 1], [begin, end], [1])]
     addresses = (array.ctypes.data for array in arrays)
     return _core.Batch(_core.BatchArrays(*addresses, num_requests=1), page_size=16)
 
 
 @pytest.mark.parametrize("begin", [0, 3])
 @pytest.mark.parametrize("count", COUNTS)
-def test_largest(count, begin):
+def test_the_largest_of_the_pages_that_requests_own(count, begin):
     pages = np.random.default_rng(count).permutation(begin + count).astype("<i4")
-    pages[:begin] = -5  # nobody's
+    pages[:begin] = -5  # of no request
     batch = batch_of(begin, begin + count)
-    largest = max(pages[begin:], default=-1)
-    assert batch.set_page_indices(pages.ctypes.data, len(pages)) == largest
-    assert batch.largest_page_of(pages.ctypes.data, len(pages)) == largest
+    for find in (batch.set_page_indices, batch.largest_page_of):
+        assert find(pages.ctypes.data, len(pages)) == max(pages[begin:], default=-1)
     assert batch.page_indices == pages.tolist()
     assert batch.set_page_indices(pages[::-1].copy().ctypes.data, 0) == -1
 

@@ -1,18 +1,16 @@
-"""Random plans: every kept (request, row, KV head, key) exactly once, whatever the split."""
+"""Random plans hold every kept (request, row, KV head, key) exactly once, whatever the split."""
 
 import numpy as np
 import pytest
-from planned import check, indptr, plan, ragged
+from planned import check, checked, indptr, plan, ragged
 
 
 def random_lengths(rng):
-    """Few requests with zero, odd, equal and very unequal lengths."""
+    """Returns lengths of few requests: zero, odd, equal and very unequal ones."""
     batch = int(rng.integers(1, 7))
     longest_q = int(rng.choice([1, 4, 40, 150]))
     longest_kv = int(rng.choice([3, 200, 900, 2500]))
-    qo_lens = rng.integers(0, longest_q + 1, batch)
-    kv_lens = rng.integers(0, longest_kv + 1, batch)
-    return qo_lens, kv_lens
+    return rng.integers(0, longest_q + 1, batch), rng.integers(0, longest_kv + 1, batch)
 
 
 def random_options(rng):
@@ -40,40 +38,34 @@ def random_options(rng):
     }
 
 
+def drawn(seed):
+    rng = np.random.default_rng(seed)
+    return rng, *random_lengths(rng), random_options(rng)
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_random_ragged(seed):
-    rng = np.random.default_rng(seed)
-    qo_lens, kv_lens = random_lengths(rng)
-    check(plan(**ragged(qo_lens, kv_lens, **random_options(rng))))
+    _, qo_lens, kv_lens, options = drawn(seed)
+    checked(qo_lens, kv_lens, **options)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_workspace(seed):
     """Whatever the float workspace holds, an automatic split stays inside it."""
-    rng = np.random.default_rng(1000 + seed)
-    qo_lens, kv_lens = random_lengths(rng)
-    options = random_options(rng) | {
-        "fixed_split_size": 0,
-        "float_workspace_bytes": int(rng.integers(0, 1 << 22)),
-    }
-    check(plan(**ragged(qo_lens, kv_lens, **options)))
+    rng, qo_lens, kv_lens, options = drawn(1000 + seed)
+    options |= {"fixed_split_size": 0, "float_workspace_bytes": int(rng.integers(0, 1 << 22))}
+    checked(qo_lens, kv_lens, **options)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_paged(seed):
-    """kv length = (pages - 1) * page_size + last_page_len; no page, no keys."""
-    rng = np.random.default_rng(2000 + seed)
-    qo_lens, kv_lens = random_lengths(rng)
+    """A request has (pages - 1) * page_size + last_page_len keys, and none without a page."""
+    rng, qo_lens, kv_lens, options = drawn(2000 + seed)
     page_size = int(rng.choice([1, 3, 16, 64]))
     pages = -(-kv_lens // page_size)
     last = np.where(pages > 0, kv_lens - (pages - 1) * page_size, rng.integers(0, page_size + 1))
-    made = plan(
-        qo_indptr=indptr(qo_lens),
-        kv_indptr=indptr(pages),
-        last_page_len=last.tolist(),
-        page_size=page_size,
-        **random_options(rng),
-    )
+    arrays = {"qo_indptr": indptr(qo_lens), "kv_indptr": indptr(pages)}
+    made = plan(**arrays, last_page_len=last.tolist(), page_size=page_size, **options)
     check(made)
     assert made.requests["kv_len"].tolist() == kv_lens.tolist()
     assert made.requests["qo_len"].tolist() == qo_lens.tolist()
@@ -83,13 +75,10 @@ def test_random_paged(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_custom_mask(seed):
-    """A custom mask changes where bits lie, not which keys are looked at."""
-    rng = np.random.default_rng(3000 + seed)
-    qo_lens, kv_lens = random_lengths(rng)
+    """Bits of a request begin at its mask_indptr; its items touch all keys that a mask may keep."""
+    rng, qo_lens, kv_lens, options = drawn(3000 + seed)
     mask_indptr = indptr(-(-qo_lens * kv_lens // 8) + rng.integers(0, 3))
-    options = random_options(rng) | {"causal": False}
-    made = plan(**ragged(qo_lens, kv_lens, mask_indptr=mask_indptr, **options))
-    check(made)
+    made = checked(qo_lens, kv_lens, mask_indptr=mask_indptr, **options | {"causal": False})
     assert made.requests["mask_begin"].tolist() == mask_indptr[:-1]
 
 
@@ -100,8 +89,7 @@ def test_random_custom_mask(seed):
 )
 def test_requests_without_queries_or_keys(qo_lens, kv_lens, num_items):
     """Rows without keys are written, by items without a tile."""
-    made = plan(**ragged(qo_lens, kv_lens, tile_m=16))
-    check(made)
+    made = checked(qo_lens, kv_lens, tile_m=16)
     assert made.sizes["num_items"] == made.sizes["num_ctas"] == num_items
     assert made.sizes["num_merges"] == made.sizes["num_kv_tiles"] == 0
     assert (made.items["partial_row"] == -1).all()
@@ -109,8 +97,7 @@ def test_requests_without_queries_or_keys(qo_lens, kv_lens, num_items):
 
 def test_rows_before_the_first_key_are_written():
     """More queries than keys under causal: the first rows keep nothing."""
-    made = plan(**ragged([300], [10], causal=True, tile_m=16))
-    check(made)
+    made = checked([300], [10], causal=True, tile_m=16)
     assert made.sizes["num_kv_tiles"] < made.sizes["num_items"]
 
 

@@ -1,13 +1,14 @@
-"""Order and assignment of items: longest first, even load, K/V of one head close in time."""
+"""Items run longest first and in even lists, and K/V of one head is read close in time."""
 
 import heapq
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from planned import check, indptr, plan, ragged
+from planned import check, checked, indptr, plan, ragged
 
 GQA = {"num_qo_heads": 32, "num_kv_heads": 8}
+ONE_CTA = {"family": "sm90", "tile_m": 128, "tile_n": 128, "ctas_per_sm": 1}
 
 
 def random_case(seed, **options):
@@ -18,26 +19,11 @@ def random_case(seed, **options):
     return ragged(qo_lens, kv_lens, causal=True, num_sms=int(rng.integers(1, 40)), **options)
 
 
-def loads_of(made):
-    """Cost of each CTA's list."""
-    costs = np.concatenate([[0], np.cumsum(made.costs())])
-    return np.diff(costs[made.cta_begin])
-
-
 @pytest.mark.parametrize("seed", range(25))
-def test_one_per_item_runs_longest_first(seed):
-    made = plan(**random_case(seed, schedule="one_per_item"))
-    assert made.layout["cta_begin"] == -1
-    assert (np.diff(made.costs()) <= 0).all()
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_persistent_lists_are_longest_first_and_even(seed):
+def test_lists_are_longest_first_and_even(seed):
     made = plan(**random_case(seed, schedule="persistent"))
-    costs = made.costs()
-    for begin, end in pairwise(made.cta_begin):
-        assert (np.diff(costs[begin:end]) <= 0).all()
-    loads = loads_of(made)
+    costs, loads = made.costs(), made.loads()
+    assert all((np.diff(one) <= 0).all() for one in made.lists(costs))
     assert made.sizes["num_ctas"] == min(made.cta_slots(), made.sizes["num_items"])
     assert loads.min() > 0
     assert np.ceil(loads.max()) == made.sizes["makespan_kv_tiles"]
@@ -50,12 +36,21 @@ def test_persistent_lists_are_longest_first_and_even(seed):
     assert loads.max() <= bound + costs.min() or loads.max() <= 4 / 3 * bound + 1
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_one_per_item_has_the_same_items_longest_first(seed):
+    one_per_item = plan(**random_case(seed, schedule="one_per_item"))
+    assert one_per_item.layout["cta_begin"] == -1
+    assert (np.diff(one_per_item.costs()) <= 0).all()
+    persistent = plan(**random_case(seed, schedule="persistent"))
+    assert sorted(persistent.items.tolist()) == sorted(one_per_item.items.tolist())
+    assert persistent.merges.tolist() == one_per_item.merges.tolist()
+
+
 def test_ctas_that_share_items_have_one_list():
     """Two CTAs an item on 132 SMs: 66 lists, each of one item while there are no more items."""
     options = {"family": "sm90", "ctas_per_sm": 1, "ctas_per_item": 2, "disable_split_kv": True}
     for batch, lists in ((8, 64), (9, 66)):
-        made = plan(**ragged([1] * batch, [300] * batch, **GQA, **options))
-        check(made)
+        made = checked([1] * batch, [300] * batch, **GQA, **options)
         assert made.sizes["num_ctas"] == lists
     assert max(np.diff(made.cta_begin)) == 2
 
@@ -73,16 +68,13 @@ def test_splits_fill_the_slots_of_shared_items(lengths):
 def test_equal_items_go_to_ctas_in_turns(batch, num_sms):
     """Back and forth, as the least loaded CTA of which the last one is first."""
     options = {"num_sms": num_sms, "schedule": "persistent", "disable_split_kv": True}
-    made = plan(**ragged([1] * batch, [300] * batch, **GQA, **options))
-    check(made)
+    made = checked([1] * batch, [300] * batch, **GQA, **options)
     ctas = made.sizes["num_ctas"]
     given = [[] for _ in range(ctas)]
     for i in range(made.sizes["num_items"]):
         turn, place = divmod(i, ctas)
         given[ctas - 1 - place if turn % 2 else place].append(divmod(i, 8))
-    found = [(int(item["request"]), int(item["kv_head"])) for item in made.items]
-    lists = [found[begin:end] for begin, end in pairwise(made.cta_begin)]
-    assert lists == given
+    assert made.lists(made.heads()) == given
 
 
 @pytest.mark.parametrize("options", [{}, {"fixed_split_size": 256}, {"num_sms": 2}])
@@ -90,23 +82,14 @@ def test_requests_of_one_length_are_cut_alike(options):
     """Neighbours of the same lengths have the pieces of the first one, with rows of their own."""
     qo_lens = [1] * 3 + [0] * 2 + [70] * 3 + [1, 70, 1] + [5] * 2
     kv_lens = [900] * 3 + [40] * 2 + [2000] * 3 + [900, 2000, 900] + [900] * 2
-    made = plan(**ragged(qo_lens, kv_lens, causal=True, schedule="persistent", **options))
-    check(made)
+    made = checked(qo_lens, kv_lens, causal=True, schedule="persistent", **options)
     pieces = {}
     for item in made.items:
-        request, rest = int(item["request"]), (item["row_begin"], item["kv_head"], item["chunk"])
-        pieces.setdefault(request, set()).add(tuple(map(int, rest)))
-    for request, lengths in enumerate(zip(qo_lens, kv_lens, strict=True)):
-        first = list(zip(qo_lens, kv_lens, strict=True)).index(lengths)
-        assert pieces.get(request) == pieces.get(first)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_both_schedules_hold_the_same_items(seed):
-    persistent = plan(**random_case(seed, schedule="persistent"))
-    one_per_item = plan(**random_case(seed, schedule="one_per_item"))
-    assert sorted(persistent.items.tolist()) == sorted(one_per_item.items.tolist())
-    assert persistent.merges.tolist() == one_per_item.merges.tolist()
+        place = (int(item[name]) for name in ("row_begin", "kv_head", "chunk"))
+        pieces.setdefault(int(item["request"]), set()).add(tuple(place))
+    lengths = list(zip(qo_lens, kv_lens, strict=True))
+    for request, length in enumerate(lengths):
+        assert pieces.get(request) == pieces.get(lengths.index(length))
 
 
 @pytest.mark.parametrize(
@@ -130,32 +113,28 @@ def test_a_graph_refuses_one_cta_per_item():
 
 
 def test_equal_items_keep_request_and_head_together():
-    made = plan(**ragged([512] * 3, [512] * 3, **GQA, disable_split_kv=True))
-    pairs = [(int(i["request"]), int(i["kv_head"])) for i in made.items]
-    changes = sum(a != b for a, b in pairwise(pairs))
-    assert changes == len(set(pairs)) - 1
+    heads = plan(**ragged([512] * 3, [512] * 3, **GQA, disable_split_kv=True)).heads()
+    assert sum(a != b for a, b in pairwise(heads)) == len(set(heads)) - 1
 
 
 def in_flight(made, slots, share=1.0):
-    """Most (request, head) pairs among `slots` consecutive items of the first `share`."""
-    items = made.items[: int(len(made.items) * share)]
-    pairs = [(int(i["request"]), int(i["kv_head"])) for i in items]
-    return max(len(set(pairs[i : i + slots])) for i in range(0, len(pairs) - slots, slots // 4))
+    """Returns the most (request, head) pairs of `slots` items in a row, of the first `share`."""
+    heads = made.heads()[: int(len(made.items) * share)]
+    return max(len(set(heads[i : i + slots])) for i in range(0, len(heads) - slots, slots // 4))
 
 
 def test_sections_keep_kv_inside_the_l2():
     """Equal causal requests: longest-first alone goes round all their heads at each length."""
     case = ragged([8192] * 4, [8192] * 4, causal=True, **GQA, tile_m=128)
+    budget_pairs = 12
     kv_bytes = 8192 * 256 * 2
     plain = plan(**case, l2_bytes=0)
-    budget_pairs = 12
     grouped = plan(**case, l2_bytes=budget_pairs * kv_bytes * 8 // 5)
     assert sorted(plain.items.tolist()) == sorted(grouped.items.tolist())
     assert in_flight(plain, 264) > 30
     # Both sections are in flight at the boundary between them.
     assert in_flight(grouped, 264) <= 2 * budget_pairs
-    typical = [(int(i["request"]), int(i["kv_head"])) for i in grouped.items[264 : 2 * 264]]
-    assert len(set(typical)) <= budget_pairs
+    assert len(set(grouped.heads()[264 : 2 * 264])) <= budget_pairs
 
 
 SHORT = ragged([1024] * 16, [1024] * 16, causal=True, num_qo_heads=16, num_kv_heads=16)
@@ -172,8 +151,8 @@ def test_sections_of_short_items_are_read_in_time():
 
 def test_sm90_lists_are_even_in_measured_time():
     made = plan(**SHORT, family="sm90")
-    times = loads_of(made)
-    assert times.max() <= 1.02 * times.mean()
+    loads = made.loads()
+    assert loads.max() <= 1.02 * loads.mean()
     assert np.ptp(np.diff(made.cta_begin)) >= 3, "even in items is another thing"
 
 
@@ -187,26 +166,24 @@ MIXED = [([300, 4000, 2000], 1.1), ([8192, 1000, 500, 500, 3000], 1.06)]
         *((heads, *case) for heads in [(32, 8), (32, 32)] for case in EQUAL + MIXED),
         *(((16, 16), *case) for case in EQUAL),  # a dozen items for each CTA, or four
     ],
-    ids=str,
 )
 def test_lists_are_even_whatever_a_custom_mask_keeps(num_heads, lens, most):
     """The planner does not see the bits: a causal mask and a full one have to spread evenly."""
     heads = dict(zip(("num_qo_heads", "num_kv_heads"), num_heads, strict=True))
-    tile = {"family": "sm90", "tile_m": 128, "tile_n": 128, "ctas_per_sm": 1}
     mask_indptr = indptr(n**2 // 8 for n in lens)
-    made = plan(**ragged(lens, lens, mask_indptr=mask_indptr, **heads, **tile), l2_bytes=50 << 20)
+    case = ragged(lens, lens, mask_indptr=mask_indptr, **heads, **ONE_CTA)
+    made = plan(**case, l2_bytes=50 << 20)
     num_keys = np.array(lens)[made.items["request"]]
     last_token = (made.items["row_begin"] + 127) * num_heads[1] // num_heads[0]
     overhead = 1.3  # in KV tiles
     of_causal = -(-np.minimum(last_token + 1, num_keys) // 128)
     for tiles in (of_causal, -(-num_keys // 128)):
-        costs = np.concatenate([[0], np.cumsum(tiles + overhead)])
-        loads = np.diff(costs[made.cta_begin])
+        loads = np.array([one.sum() for one in made.lists(tiles + overhead)])
         assert loads.max() <= most * loads.mean()
 
 
 def list_schedule(costs, slots):
-    """When the last item ends if each goes to the slot that is free first."""
+    """Returns when the last item ends if each item goes to the slot that is free first."""
     free = [0] * slots
     for cost in costs.tolist():
         heapq.heapreplace(free, free[0] + cost)
@@ -223,27 +200,25 @@ def test_a_small_last_section_joins_the_one_before():
     assert list_schedule(costs, 264) <= -(-costs.sum() // 264) + 8
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_sections_do_not_cost_balance(seed):
-    case = random_case(seed, schedule="persistent", **GQA)
-    plain = plan(**case, l2_bytes=0)
-    grouped = plan(**case, l2_bytes=4 << 20)
-    check(grouped)
-    assert grouped.sizes["makespan_kv_tiles"] <= 1.1 * plain.sizes["makespan_kv_tiles"]
+def all_long(heads, lengths):
+    options = {"num_qo_heads": heads, "num_kv_heads": heads}
+    return ragged(lengths, lengths, causal=True, **options, **ONE_CTA)
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths"),
-    [(2, [4096] * 5 + [256] * 40), (8, [8192] + [256] * 12), (16, [8192] + [512] * 16)],
-    ids=["two long heads left over", "one long request", "sixteen heads"],
+    ("case", "l2_bytes", "most"),
+    [
+        *((random_case(seed, schedule="persistent", **GQA), 4 << 20, 1.1) for seed in range(10)),
+        # Short requests behind a few long ones fill the machine, but not while the long ones run.
+        (all_long(2, [4096] * 5 + [256] * 40), 50 << 20, 1.05),
+        (all_long(8, [8192] + [256] * 12), 50 << 20, 1.05),
+        (all_long(16, [8192] + [512] * 16), 50 << 20, 1.05),
+    ],
 )
-def test_no_long_item_starts_late(heads, lengths):
-    """Short requests behind a few long ones fill the machine, but not for as long as those run."""
-    case = ragged(lengths, lengths, causal=True, num_qo_heads=heads, num_kv_heads=heads)
-    case |= {"family": "sm90", "tile_m": 128, "tile_n": 128, "ctas_per_sm": 1}
-    grouped = plan(**case, l2_bytes=50 << 20)
-    plain = plan(**case, l2_bytes=0)
-    assert grouped.sizes["makespan_kv_tiles"] <= 1.05 * plain.sizes["makespan_kv_tiles"]
+def test_sections_do_not_cost_balance(case, l2_bytes, most):
+    plain, grouped = (plan(**case, l2_bytes=bytes_) for bytes_ in (0, l2_bytes))
+    assert sorted(plain.items.tolist()) == sorted(grouped.items.tolist())
+    assert grouped.sizes["makespan_kv_tiles"] <= most * plain.sizes["makespan_kv_tiles"]
 
 
 ONE_REQUEST = ragged([16384], [16384], causal=True, **GQA, tile_m=128)
@@ -261,10 +236,7 @@ def test_batches_that_are_not_grouped(case, l2_bytes):
 
 def test_very_unequal_costs_stay_in_order():
     """Beyond the sort's resolution items may swap, by less than 1/2048 of the longest."""
-    made = plan(
-        **ragged([1] * 200, [70_001 * i for i in range(200)], disable_split_kv=True),
-        schedule="persistent",
-    )
+    lengths = [70_001 * i for i in range(200)]
+    made = plan(**ragged([1] * 200, lengths, disable_split_kv=True), schedule="persistent")
     costs = made.costs()
-    for begin, end in pairwise(made.cta_begin):
-        assert (np.diff(costs[begin:end]) <= costs.max() / 2048).all()
+    assert all((np.diff(one) <= costs.max() / 2048).all() for one in made.lists(costs))

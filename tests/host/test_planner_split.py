@@ -1,80 +1,71 @@
 """KV is split only where the machine would idle, and only as far as the workspace reaches."""
 
 import pytest
-from planned import FINAL, check, partial_bytes, plan, planner, ragged
+from planned import FINAL, check, checked, partial_bytes, plan, planner, ragged, rows_per_tile
 from preflash import _core
+
+GQA = {"num_qo_heads": 32, "num_kv_heads": 8}
 
 
 def decode(batch, kv_len, **options):
-    """One query per request, 32 query heads over 8 KV heads, on 132 SMs of two CTAs."""
-    return plan(**ragged([1] * batch, [kv_len] * batch, num_qo_heads=32, num_kv_heads=8, **options))
+    """Plans one query per request, 32 query heads over 8 KV heads, on 132 SMs of two CTAs."""
+    return checked([1] * batch, [kv_len] * batch, **GQA, **options)
 
 
-def split_tiles(made):
-    return int((made.merges["num_chunks"] > 0).sum())
+def prefill(qo_lens, kv_lens):
+    return plan(**ragged(qo_lens, kv_lens, **GQA, causal=True, tile_m=128))
 
 
-def test_long_decode_fills_one_wave():
-    made = decode(4, 32768)
-    check(made)
-    assert set(made.merges["num_chunks"].tolist()) == {8}
-    assert made.sizes["num_items"] == 4 * 8 * 8 <= made.cta_slots()
+def chunks(made):
+    return set(made.merges["num_chunks"].tolist())
 
 
-def test_single_long_request_fills_the_machine():
-    made = decode(1, 131072)
-    assert made.cta_slots() * 0.9 <= made.sizes["num_items"] <= made.cta_slots()
+@pytest.mark.parametrize(("batch", "kv_len"), [(4, 32768), (2, 65536), (3, 65536), (5, 65536)])
+def test_long_decode_fills_one_wave(batch, kv_len):
+    """Chunks fill one wave, also if their number is not round."""
+    made = decode(batch, kv_len)
+    assert chunks(made) == {made.cta_slots() // (batch * 8)}
+    assert made.sizes["num_items"] <= made.cta_slots()
 
 
-@pytest.mark.parametrize("batch", [2, 3, 5])
-def test_split_counts_follow_the_machine(batch):
-    """KV is split into as many chunks as fill one wave, also if that is no round number."""
-    made = decode(batch, 65536)
-    per_wave = made.cta_slots() // (batch * 8)
-    assert set(made.merges["num_chunks"].tolist()) == {per_wave}
+def test_one_long_request_fills_the_machine():
+    for made, least in ((decode(1, 131072), 0.9), (prefill([100], [32768]), 0.8)):
+        assert made.cta_slots() * least <= made.sizes["num_items"] <= made.cta_slots()
 
 
-def test_even_waves_are_left_alone():
-    """512 equal items on 264 slots: two waves at 97 percent."""
-    made = decode(64, 4096)
-    assert made.sizes["num_merges"] == 0
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: decode(64, 4096),  # 512 equal items on 264 slots: two waves at 97 percent
+        lambda: decode(1, 500),  # crumbs
+        lambda: prefill([512] * 64, [4096] * 64),
+        lambda: decode(1, 131072, disable_split_kv=True),
+        lambda: decode(1, 8192, disable_split_kv=True, fixed_split_size=256),
+        lambda: checked([3], [5000], fixed_split_size=2**31 - 1),
+    ],
+    ids=["even waves", "short", "prefill", "disabled", "disabled and fixed", "longest fixed"],
+)
+def test_what_is_not_split(made):
+    made = made()
+    assert made.sizes["num_merges"] == made.sizes["num_partial_rows"] == 0
     assert made.layout["float_bytes"] == 0
     assert made.layout["partial_o"] == made.layout["merges"] == -1
+    assert (made.items["partial_row"] == FINAL).all()
 
 
 def test_uneven_waves_are_split():
     """272 equal items on 264 slots would take two waves for one wave's work."""
-    made = decode(34, 4096)
-    whole = decode(34, 4096, disable_split_kv=True)
-    assert split_tiles(made) > 0
+    made, whole = decode(34, 4096), decode(34, 4096, disable_split_kv=True)
+    assert made.sizes["num_merges"] > 0
     assert made.sizes["makespan_kv_tiles"] < 0.8 * whole.sizes["makespan_kv_tiles"]
-
-
-def test_short_sequences_are_not_cut_into_crumbs():
-    made = decode(1, 500)
-    assert made.sizes["num_merges"] == 0
-
-
-def test_big_prefill_is_not_split():
-    made = plan(
-        **ragged([512] * 64, [4096] * 64, num_qo_heads=32, num_kv_heads=8, causal=True, tile_m=128)
-    )
-    assert made.sizes["num_merges"] == 0
-    assert made.sizes["num_items"] == 64 * 16 * 8
-
-
-def test_small_append_to_long_context_is_split():
-    made = plan(**ragged([100], [32768], num_qo_heads=32, num_kv_heads=8, causal=True, tile_m=128))
-    assert made.cta_slots() * 0.8 <= made.sizes["num_items"] <= made.cta_slots()
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 63, 64, 127, 128, 400, 1023, 1024, 4000])
 def test_workspace_bounds_the_split(rows):
     made = decode(1, 65536, float_workspace_bytes=partial_bytes(rows))
-    check(made)
     assert made.sizes["num_partial_rows"] <= rows
     # Two chunks of four rows for each of the eight heads are the least that a split can be.
-    assert (split_tiles(made) > 0) == (rows >= 64)
+    assert (made.sizes["num_merges"] > 0) == (rows >= 64)
 
 
 def test_more_workspace_never_makes_it_slower():
@@ -88,23 +79,15 @@ def test_more_workspace_never_makes_it_slower():
 
 @pytest.mark.parametrize(("size", "chunk"), [(1, 64), (64, 64), (65, 128), (1000, 1024)])
 def test_fixed_split_is_kept_for_every_request(size, chunk):
-    made = plan(**ragged([3, 70, 1], [5000, 40, 1024], fixed_split_size=size, causal=True))
-    check(made)
+    made = checked([3, 70, 1], [5000, 40, 1024], fixed_split_size=size, causal=True)
     assert set(made.requests["chunk_keys"].tolist()) == {chunk}
-    for merge in made.merges:
-        assert merge["num_chunks"] <= -(-5000 // chunk)
-
-
-def test_largest_fixed_split():
-    made = plan(**ragged([3], [5000], fixed_split_size=2**31 - 1))
-    check(made)
-    assert made.sizes["num_merges"] == 0
+    assert all(merge["num_chunks"] <= -(-5000 // chunk) for merge in made.merges)
 
 
 def test_fixed_split_that_does_not_fit_says_what_it_needs():
     case = ragged([1], [6400], fixed_split_size=64, float_workspace_bytes=1000)
     needed = partial_bytes(100 * 4)
-    said = f"float_workspace_buffer has 1000 bytes.* {needed} bytes for 400 partial rows"
+    said = f"float_workspace_buffer has 1000 bytes.* {needed} bytes for partial results of 400 rows"
     with pytest.raises(ValueError, match=said):
         planner.plan(**case)
     check(plan(**case | {"float_workspace_bytes": needed}))
@@ -112,26 +95,8 @@ def test_fixed_split_that_does_not_fit_says_what_it_needs():
         planner.plan(**case | {"float_workspace_bytes": needed - 1})
 
 
-def test_fixed_split_with_too_many_chunks():
-    case = ragged([1], [64 * 40000], fixed_split_size=64, float_workspace_bytes=1 << 50)
-    with pytest.raises(ValueError, match=r"fixed_split_size = 64 cuts .* 40000 KV chunks"):
-        planner.plan(**case)
-
-
-def test_disabled_split_is_never_split():
-    made = decode(1, 131072, disable_split_kv=True)
-    assert made.sizes["num_merges"] == made.sizes["num_partial_rows"] == 0
-    assert (made.items["partial_row"] == FINAL).all()
-
-
-def test_disable_outweighs_a_fixed_size():
-    made = decode(1, 8192, disable_split_kv=True, fixed_split_size=256)
-    assert made.sizes["num_merges"] == 0
-    assert made.requests["chunk_keys"].tolist() == [8192]
-
-
 def pieces_of(made, request):
-    """Chunks of one request, in a form independent of where its partial results are stored."""
+    """Returns a request's chunks, whose partial rows are counted from those of its tile."""
     first_row = {
         (int(m["row_begin"]), int(m["kv_head"])): int(m["first_row"])
         for m in made.merges
@@ -156,6 +121,9 @@ def test_fixed_and_disabled_splits_do_not_depend_on_the_batch(split):
     assert planner.tile_class(**alone.case) == planner.tile_class(**among.case)
 
 
+FIXED, DISABLED = {"fixed_split_size": 256}, {"disable_split_kv": True}
+
+
 @pytest.mark.parametrize(
     ("qo_lens", "kv_lens", "options", "expected"),
     [
@@ -165,20 +133,19 @@ def test_fixed_and_disabled_splits_do_not_depend_on_the_batch(split):
         ([1] * 60 + [100], [4000] * 61, {}, "decode"),
         ([1] * 2 + [4000], [4000] * 3, {}, "prefill"),
         ([], [], {}, "prefill"),
-        ([1] * 8, [4000] * 8, {"fixed_split_size": 256}, "decode"),
-        ([1, 16, 0] * 8, [4000] * 24, {"disable_split_kv": True}, "decode"),
-        ([1] * 60 + [17], [4000] * 61, {"fixed_split_size": 256}, "prefill"),
-        ([1] * 60 + [17], [4000] * 61, {"disable_split_kv": True}, "prefill"),
-        ([17] + [1] * 60, [0] + [4000] * 60, {"disable_split_kv": True}, "prefill"),
+        ([1] * 8, [4000] * 8, FIXED, "decode"),
+        ([1, 16, 0] * 8, [4000] * 24, DISABLED, "decode"),
+        ([1] * 60 + [17], [4000] * 61, FIXED, "prefill"),
+        ([1] * 60 + [17], [4000] * 61, DISABLED, "prefill"),
+        ([17] + [1] * 60, [0] + [4000] * 60, DISABLED, "prefill"),
         ([0] * 8, [4000] * 8, {"graph_max_rows": 8}, "decode"),
         ([1] * 8, [4000] * 8, {"graph_max_rows": 8 * 17}, "prefill"),
-        ([1] * 8, [4000] * 8, {"graph_max_rows": 16, "fixed_split_size": 256}, "decode"),
-        ([1] * 8, [4000] * 8, {"graph_max_rows": 17, "fixed_split_size": 256}, "prefill"),
+        ([1] * 8, [4000] * 8, {"graph_max_rows": 16} | FIXED, "decode"),
+        ([1] * 8, [4000] * 8, {"graph_max_rows": 17} | FIXED, "prefill"),
     ],
 )
 def test_tile_class(qo_lens, kv_lens, options, expected):
-    case = ragged(qo_lens, kv_lens, num_qo_heads=32, num_kv_heads=8, **options)
-    assert planner.tile_class(**case) == expected
+    assert planner.tile_class(**ragged(qo_lens, kv_lens, **GQA, **options)) == expected
 
 
 @pytest.mark.parametrize(
@@ -193,18 +160,16 @@ def test_tile_class(qo_lens, kv_lens, options, expected):
         ([1] * 8, {"graph_max_rows": 16}, "decode"),
         ([1] * 8, {"graph_max_rows": 32}, "decode"),
         ([1] * 8, {"graph_max_rows": 33}, "prefill"),
-        ([1] * 8, {"fixed_split_size": 256}, "prefill"),
-        ([1] * 8, {"disable_split_kv": True}, "prefill"),
-        ([1] * 8, {"graph_max_rows": 1, "disable_split_kv": True}, "prefill"),
+        ([1] * 8, FIXED, "prefill"),
+        ([1] * 8, DISABLED, "prefill"),
+        ([1] * 8, {"graph_max_rows": 1} | DISABLED, "prefill"),
     ],
 )
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "bfloat16"])
 def test_short_tiles_with_bits_of_their_own(qo_lens, options, expected, kv_dtype):
-    """On sm90: 16 rows, and none where a request's bits may not depend on the batch beside it.
-    Over 16 bits 8 rows of every request."""
-    case = ragged(
-        qo_lens, [4000] * len(qo_lens), num_qo_heads=32, num_kv_heads=8, family="sm90", **options
-    )
+    """sm90 has tiles of 16 rows, but not where a request's bits are the same in any batch. Over 16
+    bits they take 8 rows of every request."""
+    case = ragged(qo_lens, [4000] * len(qo_lens), **GQA, family="sm90", **options)
     rows = 4 * max(*qo_lens, options.get("graph_max_rows", 0) // len(qo_lens))
     if kv_dtype == "bfloat16" and rows > 8:
         expected = "prefill"
@@ -213,21 +178,17 @@ def test_short_tiles_with_bits_of_their_own(qo_lens, options, expected, kv_dtype
 
 # --- partial rows ------------------------------------------------------------
 
-MIB = 1 << 20
 
-
-@pytest.mark.parametrize("tile_m", [64, 128])
-def test_decode_partials_take_their_rows_alone(tile_m):
-    """256 requests of four live rows a tile: 65536 partial rows, however tall the tile."""
-    made = decode(256, 16384, fixed_split_size=2048, tile_m=tile_m)
-    assert made.sizes["num_partial_rows"] == 256 * 8 * 8 * 4
-    assert made.layout["float_bytes"] == partial_bytes(65536) < 34.2e6
-
-
-def test_short_decode_under_a_short_fixed_split_fits():
-    made = decode(256, 256, fixed_split_size=64, float_workspace_bytes=128 * MIB, tile_m=128)
-    assert made.sizes["num_partial_rows"] == 256 * 8 * 4 * 4
-    check(decode(6, 256, fixed_split_size=64))
+@pytest.mark.parametrize(
+    ("batch", "kv_len", "size", "tile_m", "rows"),
+    [(256, 16384, 2048, 64, 65536), (256, 16384, 2048, 128, 65536), (256, 256, 64, 128, 32768)],
+)
+def test_decode_partials_take_their_rows_alone(batch, kv_len, size, tile_m, rows):
+    """Requests of four live rows a tile have as many partial rows, however tall the tile."""
+    case = ragged([1] * batch, [kv_len] * batch, **GQA, fixed_split_size=size, tile_m=tile_m)
+    made = plan(**case)
+    assert made.sizes["num_partial_rows"] == rows == batch * 8 * 4 * kv_len // size
+    assert made.layout["float_bytes"] == partial_bytes(rows) < 34.2e6
 
 
 @pytest.mark.parametrize("family", ["cpu", "sm80", "sm90"])
@@ -236,17 +197,15 @@ def test_mixed_requests_take_the_rows_that_they_have(group, family):
     """Decode, append and prefill together: the last tile of each has what its request has left."""
     qo_lens, kv_lens = [1, 70, 0, 129, 1, 3], [700, 300, 50, 129, 64, 0]
     heads = {"num_qo_heads": 2 * group, "num_kv_heads": 2, "family": family, "tile_m": 128}
-    made = plan(**ragged(qo_lens, kv_lens, **heads, causal=True, fixed_split_size=64))
-    check(made)
+    made = checked(qo_lens, kv_lens, **heads, causal=True, fixed_split_size=64)
     rows = [made.live_rows(item) for item in made.items if item["partial_row"] != FINAL]
     assert made.sizes["num_partial_rows"] == sum(rows)
-    assert min(group, made.tile_rows) in rows
+    assert min(group, rows_per_tile(made.case)) in rows
     if group != 128:  # there every token fills a tile
-        assert sum(rows) < len(rows) * made.tile_rows
+        assert sum(rows) < len(rows) * rows_per_tile(made.case)
 
 
 def test_a_head_follows_the_head_before_it():
-    made = plan(**ragged([3], [640], num_qo_heads=6, num_kv_heads=2, fixed_split_size=64))
-    check(made)
+    made = checked([3], [640], num_qo_heads=6, num_kv_heads=2, fixed_split_size=64)
     places = {(int(i["kv_head"]), int(i["chunk"])): int(i["partial_row"]) for i in made.items}
     assert places == {(h, c): (h * 10 + c) * 9 for h in range(2) for c in range(10)}

@@ -1,7 +1,5 @@
-"""Choice of one launch or two for prefill and decode, by the work of either side. The expectations
-are the tables of docs/dev/experiments/prefill-beside-decode.md: one launch takes 0.90 to 0.94 (fa2)
-and 0.85 to 0.94 (fa3) of the time of both at the first four mixes, and more than the time of both
-at the last."""
+"""Prefill and decode are one launch or two as measured: see
+docs/dev/experiments/prefill-beside-decode.md."""
 
 import pytest
 import support_table
@@ -17,22 +15,19 @@ def options(causal, **changes):
     return support_table._usual(dtypes, 128, 128).replace(**{**heads, **changes})
 
 
-def batch(requests, qo_len, kv_len):
-    qo, kv = (torch.arange(requests + 1, dtype=torch.int32) * length for length in (qo_len, kv_len))
-    return _core.Batch(_core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, requests), page_size=0)
+def batch(qo_lens, kv_lens):
+    qo, kv = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (qo_lens, kv_lens))
+    arrays = _core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, len(qo_lens))
+    return _core.Batch(arrays, page_size=0)
 
 
-def apart(prefill, decode, family=SM80, causal=True, **changes):
-    """prefill: requests and tokens; decode: requests and keys."""
-    count, tokens = prefill
-    requests, keys = decode
+def two_launches(prefill, decode, family=SM80, causal=True, **changes):
     return _core.prefer_two_launches(
-        family,
-        (options(causal, **changes), batch(count, tokens, tokens)),
-        (options(False), batch(requests, 1, keys)),
+        family, (options(causal, **changes), prefill), (options(False), decode)
     )
 
 
+# Requests and tokens of the prefill, requests and keys of the decode batch: two are faster.
 MEASURED = {
     ((2, 2048), (128, 2048)): False,
     ((1, 2048), (128, 2048)): False,
@@ -72,33 +67,26 @@ LONG, GQA = ((1, 8192), (32, 1024)), ((1, 4096), (128, 2048))
         (SM80, ((1, 5000), (128, 1024)), {}, False),
         (SM80, ((1, 5000), (128, 1024)), {"num_qo_heads": 160}, True),
     ],
-    ids=str,
 )
 def test_mixes(family, mix, changes, expected):
-    assert apart(*mix, family, **changes) is expected
+    (count, tokens), (requests, keys) = mix
+    prefill = batch([tokens] * count, [tokens] * count)
+    decode = batch([1] * requests, [keys] * requests)
+    assert two_launches(prefill, decode, family, **changes) is expected
 
 
-def test_a_prefill_that_leaves_sms_idle():
-    """Chunks of 400 tokens behind many keys, 12,800 rows, beside few long requests; twice as many
-    are beside them again."""
-    few = batch(5, 1, 12_000)
-    for tokens, expected in ((400, True), (800, False)):
-        chunk = batch(1, tokens, tokens + 5000)
-        sides = (options(True), chunk), (options(False), few)
-        assert _core.prefer_two_launches(SM90, *sides) is expected
-        assert not _core.prefer_two_launches(SM80, *sides)
+@pytest.mark.parametrize(
+    ("family", "tokens", "expected"),
+    [(SM90, 400, True), (SM90, 800, False), (SM80, 400, False), (SM80, 800, False)],
+)
+def test_a_prefill_that_leaves_sms_idle(family, tokens, expected):
+    """A chunk of 400 tokens beside few long requests does not fill fa3's SMs."""
+    few = batch([1] * 5, [12_000] * 5)
+    assert two_launches(batch([tokens], [tokens + 5000]), few, family) is expected
 
 
-def test_requests_without_tokens_or_keys_count_nothing():
-    qo = torch.tensor([0, 8192, 8192, 8192], dtype=torch.int32)
-    kv = torch.tensor([0, 8192, 8192, 108192], dtype=torch.int32)
-    prefill = _core.Batch(_core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, 3), page_size=0)
-    alone = batch(1, 8192, 8192)
-    for keys in (1024, 8192):
-        results = [
-            _core.prefer_two_launches(
-                SM80, (options(True), one), (options(False), batch(32, 1, keys))
-            )
-            for one in (prefill, alone)
-        ]
-        assert results[0] == results[1]
+@pytest.mark.parametrize("keys", [1024, 8192])
+def test_requests_without_tokens_or_keys_count_nothing(keys):
+    decode = batch([1] * 32, [keys] * 32)
+    alone, others = batch([8192], [8192]), batch([8192, 0, 0], [8192, 0, 100_000])
+    assert two_launches(alone, decode) is two_launches(others, decode)

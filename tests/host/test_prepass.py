@@ -1,4 +1,4 @@
-"""When a plan copies what its kernel would convert for every query tile."""
+"""A plan copies what its kernel would convert for every query tile where copies were faster."""
 
 import pytest
 from planned import planner, ragged
@@ -7,43 +7,42 @@ from preflash import _core
 E4M3 = _core.DType.float8_e4m3fn
 ROPE, FP8 = {"position": _core.Position.rope}, {"kv_dtype": E4M3}
 HEADS = {"num_qo_heads": 16, "num_kv_heads": 16, "tile_m": 128}
+SM80, SM90, CAUSAL = {"family": "sm80"}, {"family": "sm90"}, {"causal": True}
+GQA = {"num_qo_heads": 16, "num_kv_heads": 4}
+SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64}
+LONG, CACHED, PROMPTS = ([16384], [16384]), [8192] * 8, [1024] * 8
+
+
+def of(head_dim_qk, head_dim_vo=None):
+    return SM90 | {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo or head_dim_qk}
 
 
 def prefers(qo_lens, kv_lens, **options) -> bool:
-    return planner.prefers_prepass(**ragged(qo_lens, kv_lens, **(HEADS | options)))
+    return planner.prefers_prepass(**ragged(qo_lens, kv_lens, **HEADS | options))
 
 
-WHAT = {"rope": ROPE, "fp8": FP8, "both": ROPE | FP8}
-LONG = ([16384], [16384])
-SMALL = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
-CAUSAL, GQA = {"causal": True}, {"num_qo_heads": 16, "num_kv_heads": 4}
-WIDE = FP8 | {"family": "sm90", "head_dim_qk": 512, "head_dim_vo": 512}
-OF_256 = {"family": "sm90", "head_dim_qk": 256, "head_dim_vo": 256}
-OF_192 = {"family": "sm90", "head_dim_qk": 192, "head_dim_vo": 128}
-OF_128 = FP8 | GQA | {"family": "sm90", "head_dim_qk": 128}
-CACHED, PROMPTS = [8192] * 8, [1024] * 8
-
-
-@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+@pytest.mark.parametrize(
+    "what", [ROPE, FP8, ROPE | FP8], ids=lambda what: "+".join(str(name) for name in what)
+)
 @pytest.mark.parametrize(
     ("qo_lens", "kv_lens", "options", "expected"),
     [
         *(
-            (*lengths, {"causal": causal, "family": family}, True)
+            (*lengths, mask | family, True)
             for lengths in (LONG, ([4096] * 4, [4096] * 4))
-            for causal in (False, True)
-            for family in ("sm80", "sm90")
+            for mask in ({}, CAUSAL)
+            for family in (SM80, SM90)
         ),
         # Few tiles read the keys: decode, one tile, little of anything.
         ([1] * 64, [4096] * 64, {}, False),
         ([128], [65536], {}, False),
         ([100], [100], {}, False),
-        ([9, 3], [30, 5], {"family": "sm90"} | SMALL, False),
+        ([9, 3], [30, 5], SM90 | SMALL, False),
         ([0, 0], [5000, 0], {}, False),
         ([], [], {}, False),
     ],
 )
-def test_copies_pay_where_many_tiles_read_them(what, qo_lens, kv_lens, options, expected):
+def test_copies_are_faster_where_many_tiles_read_them(what, qo_lens, kv_lens, options, expected):
     assert prefers(qo_lens, kv_lens, **what, **options) == expected
 
 
@@ -64,44 +63,46 @@ def test_copies_pay_where_many_tiles_read_them(what, qo_lens, kv_lens, options, 
         # The policy comes first.
         (*LONG, ROPE | {"prepass": _core.Prepass.never}, False),
         ([1], [1], ROPE | {"prepass": _core.Prepass.always, "disable_split_kv": True}, True),
-        # The faster path at 512: bf16 over e4m3 in docs/dev/experiments/head-dim-512.md.
-        (PROMPTS, PROMPTS, WIDE | CAUSAL, True),
-        ([256] * 8, CACHED, WIDE | GQA, True),
-        ([128] * 8, CACHED, WIDE | GQA, False),
-        # The faster path at 192 and 256: docs/dev/experiments/fp8-and-rope.md.
-        ([64] * 8, CACHED, FP8 | GQA | OF_256, False),
-        ([64] * 8, CACHED, FP8 | GQA | OF_192, False),
-        ([128] * 8, CACHED, FP8 | GQA | OF_256, False),
-        ([128] * 8, CACHED, FP8 | GQA | OF_192, True),
-        ([256] * 8, CACHED, FP8 | GQA | OF_256, True),
-        ([256] * 8, CACHED, FP8 | GQA | OF_192, True),
-        ([64] * 8, CACHED, ROPE | GQA | OF_256, True),
-        ([64] * 8, CACHED, ROPE | GQA | OF_192, True),
+        # At 512: bf16 over e4m3 in docs/dev/experiments/head-dim-512.md.
+        (PROMPTS, PROMPTS, FP8 | CAUSAL | of(512), True),
+        ([256] * 8, CACHED, FP8 | GQA | of(512), True),
+        ([128] * 8, CACHED, FP8 | GQA | of(512), False),
+        # At 192 and 256: docs/dev/experiments/fp8-and-rope.md.
+        *(([64] * 8, CACHED, FP8 | GQA | dims, False) for dims in (of(256), of(192, 128))),
+        ([128] * 8, CACHED, FP8 | GQA | of(256), False),
+        ([128] * 8, CACHED, FP8 | GQA | of(192, 128), True),
+        *(([256] * 8, CACHED, FP8 | GQA | dims, True) for dims in (of(256), of(192, 128))),
+        *(([64] * 8, CACHED, ROPE | GQA | dims, True) for dims in (of(256), of(192, 128))),
         *(
             (PROMPTS, PROMPTS, CAUSAL | GQA | what | dims, True)
             for what in (FP8, ROPE)
-            for dims in (OF_256, OF_192)
+            for dims in (of(256), of(192, 128))
         ),
         # (128, 64) is converted by the kernel of 128, with its costs.
-        ([128] * 8, CACHED, OF_128 | {"head_dim_vo": 64}, False),
-        ([128] * 8, CACHED, OF_128 | {"head_dim_vo": 128}, False),
+        *(([128] * 8, CACHED, FP8 | GQA | of(128, vo), False) for vo in (64, 128)),
     ],
 )
 def test_choice(qo_lens, kv_lens, options, expected):
     assert prefers(qo_lens, kv_lens, **options) == expected
 
 
-@pytest.mark.parametrize("output", ["bfloat16", "float16"])
-@pytest.mark.parametrize("what", [{}, ROPE], ids=["widened", "rotated"])
-def test_copies_with_fewer_bits_than_a_kernel_would_leave_are_not_made(what, output):
+@pytest.mark.parametrize(
+    ("what", "output", "copied"),
+    [
+        ({}, "bfloat16", True),
+        ({}, "float16", True),
+        (ROPE, "bfloat16", False),
+        (ROPE, "float16", 1),
+    ],
+)
+def test_copies_with_fewer_bits_than_a_kernel_keeps_are_not_made(what, output, copied):
     """A kernel rotates 8-bit queries and keys into float16, copies have the output's dtype."""
     dtypes = {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": getattr(_core.DType, output)}
-    fewer = bool(what) and output == "bfloat16"
-    assert prefers(*LONG, causal=True, **dtypes, **what) != fewer
+    assert prefers(*LONG, **CAUSAL, **dtypes, **what) == copied
 
 
 @pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "num_kv_heads", "pays"),
+    ("qo_lens", "kv_lens", "num_kv_heads", "faster"),
     [
         ([1024] * 16, [1024] * 16, 32, False),
         ([2048] * 8, [2048] * 8, 32, False),
@@ -111,12 +112,9 @@ def test_copies_with_fewer_bits_than_a_kernel_would_leave_are_not_made(what, out
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_products_of_8_bits_beside_copies(head_dim, qo_lens, kv_lens, num_kv_heads, pays):
+def test_products_of_8_bits_beside_copies(head_dim, qo_lens, kv_lens, num_kv_heads, faster):
     """16 bits on copies are faster at head_dim 64 alone: docs/dev/experiments/fp8-products.md."""
+    options = CAUSAL | of(head_dim) | {"num_qo_heads": 32, "num_kv_heads": num_kv_heads}
     dtypes = {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": _core.DType.bfloat16}
-    heads = {"num_qo_heads": 32, "num_kv_heads": num_kv_heads}
-    sizes = {"head_dim_qk": head_dim, "head_dim_vo": head_dim, "family": "sm90"}
-    found = prefers(
-        qo_lens, kv_lens, multiplies_8_bits=True, causal=True, **dtypes, **heads, **sizes
-    )
-    assert found == (pays and head_dim == 64)
+    found = prefers(qo_lens, kv_lens, multiplies_8_bits=True, **options, **dtypes)
+    assert found == (faster and head_dim == 64)

@@ -1,31 +1,36 @@
-"""Choice between fa3's short and tall tiles for decode-like work: at head_dim 64 short tiles over
-16 bits are for short requests."""
+"""fa3 takes short tiles over 16 bits at head_dim 64 for short requests alone."""
 
 import pytest
 from planned import planner, ragged
 from preflash import _core
 
-DIMS = [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)]
-DTYPE, POSITION = _core.DType, _core.Position
+F16, BF16, E4M3 = _core.DType.float16, _core.DType.bfloat16, _core.DType.float8_e4m3fn
 
 
 def limit_of(q_dtype, kv_dtype, dims, **options):
-    wanted = _core.Variant(
-        _core.Family.sm90, q_dtype, kv_dtype, *dims, tile_class=_core.TileClass.decode, **options
-    )
+    """Returns the average of keys up to which short tiles are taken; 0: of any number."""
+    short = {"tile_class": _core.TileClass.decode, **options}
+    wanted = _core.Variant(_core.Family.sm90, q_dtype, kv_dtype, *dims, **short)
     return planner.most_keys_of(_core.find_in_matrix(wanted))
 
 
-@pytest.mark.parametrize("dtype", [DTYPE.float16, DTYPE.bfloat16])
-def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype):
-    """A limit in between: those of 300 keys gain much, those of 4096 lose."""
-    for dims in [(8, 8), (40, 40), (64, 64)]:
-        assert 600 < limit_of(dtype, dtype, dims) < 4000
-    for dims in DIMS[1:]:
-        assert limit_of(dtype, dtype, dims) == 0
-    for dims in DIMS:
-        assert limit_of(dtype, DTYPE.float8_e4m3fn, dims) == 0
-    assert limit_of(dtype, dtype, (64, 64), position=POSITION.alibi) == 0  # a tall tile already
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("dims", [(8, 8), (40, 40), (64, 64)])
+def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype, dims):
+    """Requests of 300 keys gain much, those of 4096 lose: the limit is in between."""
+    assert 600 < limit_of(dtype, dtype, dims) < 4000
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dims", "options"),
+    [
+        *((BF16, dims, {}) for dims in [(72, 72), (128, 128), (192, 128), (256, 256)]),
+        *((E4M3, dims, {}) for dims in [(64, 64), (128, 128), (192, 128), (256, 256)]),
+        (BF16, (64, 64), {"position": _core.Position.alibi}),  # a tall tile already
+    ],
+)
+def test_other_kernels_have_no_limit(kv_dtype, dims, options):
+    assert limit_of(BF16, kv_dtype, dims, **options) == 0
 
 
 @pytest.mark.parametrize(
@@ -45,19 +50,19 @@ def test_short_tiles_of_head_dim_64_are_for_short_requests(dtype):
         ([1] * 8, [4000] * 8, {"window_left": 2999}, False),
         ([1] * 8, [4000] * 8, {"window_left": 3000}, True),
         ([2] * 8, [4000] * 8, {"chunk_size": 1024}, False),
+        # A captured launch, and one whose lengths only the device knows, serve any lengths.
         ([1] * 8, [4000] * 8, {"graph_max_rows": 8}, False),
         ([1] * 8, [4000] * 8, {"lengths_are_upper_bounds": True}, False),
     ],
 )
 def test_average_length(qo_lens, kv_lens, options, expected):
-    """Averages the keys over the 16 items that keep them and 16 more for the cost of a launch. A
-    captured launch, and one whose lengths only the device knows, keep the short tile, whatever this
-    plan's lengths are."""
+    """The average is over the 16 items that keep keys and 16 more for the cost of a launch."""
     case = ragged(qo_lens, kv_lens, **{"family": "sm90", "num_sms": 4} | options)
     assert planner.prefers_tall_tiles(1500, **case) == expected
 
 
-MEASURED = {  # batch, keys: the short tile's time in the tall one's, H100, 64:16 heads of 64
+# Batch, keys: the short tile's time in the tall one's, H100, 64:16 heads of 64.
+MEASURED = {
     (256, 300): 0.69, (128, 1024): 0.93, (64, 2048): 0.98, (16, 4096): 0.98, (1, 8192): 0.94,
     (64, 4096): 1.02, (32, 8192): 1.04, (16, 16384): 1.05, (4, 32768): 1.04, (2, 32768): 1.02,
 }  # fmt: skip
@@ -65,6 +70,6 @@ MEASURED = {  # batch, keys: the short tile's time in the tall one's, H100, 64:1
 
 @pytest.mark.parametrize(("batch", "keys"), MEASURED)
 def test_the_faster_tile_of_head_dim_64(batch, keys):
-    limit = limit_of(DTYPE.bfloat16, DTYPE.bfloat16, (64, 64))
     case = ragged([1] * batch, [keys] * batch, num_qo_heads=64, num_kv_heads=16, family="sm90")
-    assert planner.prefers_tall_tiles(limit, **case) == (MEASURED[batch, keys] > 1)
+    tall = planner.prefers_tall_tiles(limit_of(BF16, BF16, (64, 64)), **case)
+    assert tall == (MEASURED[batch, keys] > 1)

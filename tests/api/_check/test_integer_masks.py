@@ -1,4 +1,4 @@
-"""Dense masks of integers, on any device: 0 leaves a key out, every other value keeps it."""
+"""A dense mask may be of integers, on any device: 0 leaves a key out, any other value keeps it."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ PLACES = pytest.mark.parametrize("on_host", [False, True], ids=["device of q", "
 
 
 def integers(mask: torch.Tensor, dtype: torch.dtype, on_host: bool) -> torch.Tensor:
-    """Values whose low byte, or sign, would mean another mask."""
+    """Makes values whose low byte, or sign, would mean another mask."""
     kept = [1, -1, torch.iinfo(dtype).min, torch.iinfo(dtype).max]
     kept += [256] if torch.iinfo(dtype).bits > 8 else []
     kept += [1 << 32] if torch.iinfo(dtype).bits > 32 else []

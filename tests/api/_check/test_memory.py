@@ -1,9 +1,10 @@
-"""Tensors without memory, tensors that share memory, and tensors whose memory holds other numbers
-are refused by name: kernels get addresses."""
+"""Kernels get addresses, so tensors without memory, tensors that share memory, and tensors whose
+memory holds other numbers are refused by name."""
 
 import contextlib
 import itertools
 import math
+import types
 
 import preflash
 import pytest
@@ -22,7 +23,7 @@ def resized(t, size):
 
 
 def freed_view(t):
-    """View of freed storage: its address is an offset from null, not null."""
+    """Makes a view of freed storage, whose address is an offset from null, not null."""
     wide = torch.cat([t, t])
     view = wide[t.shape[0] :]
     wide.untyped_storage().resize_(0)
@@ -58,19 +59,13 @@ BAD = {
 }  # fmt: skip
 KINDS = [kind for kind in BAD if kind != "jagged"]
 
-# The cases and calls.
-
 PAGED = Case("paged", (33, 5), (40, 90), 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
 RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64, mask=MaskKind.PACKED)
 RUN = Case("run", (33, 5), (40, 90), 4, 2, 64)
 
 
-class Host:
-    device = backend = "cpu"
-
-
 def plan_with(case, target, name, spoil):
-    """plan() with one argument spoilt."""
+    """Calls plan() with one argument spoilt."""
     inputs = build(case, device=target.device, index_device="cpu")
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     hints = {
@@ -100,18 +95,10 @@ def test_plan(target, case, name, kind):
 @pytest.mark.parametrize("name", ["seq_lens", "seq_lens_q"])
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
 def test_lengths_on_another_device(case, name):
-    """Every machine has the device "meta"; a fake tensor on cuda:1 asks CUDA for two GPUs."""
     elsewhere = torch.empty(2, dtype=torch.int32, device="meta")
+    host = types.SimpleNamespace(device="cpu", backend="cpu")
     with pytest.raises(ValueError, match=f"{name} is on meta; must be on the CPU or on cpu"):
-        plan_with(case, Host(), name, lambda _: elsewhere)
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_workspace(target, kind):
-    spoil, _, error = BAD[kind]
-    buffer = target.to(torch.empty(64, 64, dtype=torch.uint8))
-    with pytest.raises(error, match="float_workspace_buffer"):
-        preflash.BatchPrefillWithPagedKVCacheWrapper(spoil(buffer))
+        plan_with(case, host, name, lambda _: elsewhere)
 
 
 # A call of shapes that were seen before looks at addresses alone; only the first one asks how large
@@ -156,38 +143,35 @@ def test_single(target, kind, name, seen):
         )
 
 
-STATES = {
-    preflash.merge_state: ("v_a", "s_a", "v_b", "s_b"),
-    preflash.merge_state_in_place: ("v", "s", "v_other", "s_other"),
-    preflash.merge_states: ("v", "s"),
+V, S = torch.ones(3, 2, 8), torch.ones(3, 2)
+MERGES = {
+    preflash.merge_state: {"v_a": V, "s_a": S, "v_b": V, "s_b": S},
+    preflash.merge_state_in_place: {"v": V, "s": S, "v_other": V.clone(), "s_other": S.clone()},
+    preflash.merge_states: {"v": torch.ones(3, 2, 2, 8), "s": torch.ones(3, 2, 2)},
+}
+BITS = {"x": torch.ones(16, dtype=torch.uint8)}
+INDPTR = {"indptr": torch.tensor([0, 7, 16], dtype=torch.int32)}
+# A call, its arguments, and those that are spoilt one at a time.
+CALLS = {
+    **{merge.__name__: (merge, given, tuple(given)) for merge, given in MERGES.items()},
+    "packbits": (preflash.packbits, BITS, ("x",)),
+    "segment_packbits": (preflash.segment_packbits, BITS | INDPTR, ("x", "indptr")),
+    "workspace": (
+        preflash.BatchPrefillWithPagedKVCacheWrapper,
+        {"float_workspace_buffer": torch.empty(64, 64, dtype=torch.uint8)},
+        ("float_workspace_buffer",),
+    ),
 }
 
 
-@pytest.mark.parametrize(("spoil", "why", "error"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("merge", STATES, ids=lambda merge: merge.__name__)
-def test_merges(target, merge, spoil, why, error):
-    shape = (3, 2, 2) if merge is preflash.merge_states else (3, 2)
-    states = {
-        name: torch.ones(*shape, *([8] if name[0] == "v" else []), device=target.device)
-        for name in STATES[merge]
-    }
-    for name, state in states.items():
-        with pytest.raises(error, match=f"{name} .*{why}"):
-            merge(**{**states, name: spoil(state)})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packbits(target, kind):
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(("call", "given", "names"), CALLS.values(), ids=CALLS)
+def test_calls_without_a_plan(target, call, given, names, kind):
     spoil, why, error = BAD[kind]
-    bits = target.to(torch.ones(16, dtype=torch.uint8))
-    indptr = torch.tensor([0, 7, 16], dtype=torch.int32)
-    for name, call in {
-        f"x .*{why}": lambda: preflash.packbits(spoil(bits)),
-        "x ": lambda: preflash.segment_packbits(spoil(bits), indptr),
-        "indptr ": lambda: preflash.segment_packbits(bits, spoil(indptr)),
-    }.items():
-        with pytest.raises(error, match=name):
-            call()
+    given = {name: target.to(value) for name, value in given.items()}
+    for name in names:
+        with pytest.raises(error, match=f"{name} .*{why}"):
+            call(**{**given, name: spoil(given[name])})
 
 
 def functionalized():
@@ -199,8 +183,7 @@ def quantized():
 
 
 def merge_of(v):
-    s = torch.ones(3, 2)
-    preflash.merge_state(v, s, torch.ones(3, 2, 8), s)
+    preflash.merge_state(v, S, V, S)
 
 
 def nested_mask():
@@ -246,17 +229,13 @@ def test_views_have_memory(target, s):
     torch.testing.assert_close(merged_s, s + 1, rtol=1e-6, atol=1e-6)
 
 
-# Transforms and modes around plain tensors: their results have no memory.
-
-
 @pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp"])
 def test_transforms_around_plain_tensors(transform):
     """Tensors made inside a transform may have no memory, even if made from plain tensors."""
     bits = torch.ones(32).bool()
-    v, s = torch.ones(3, 2, 8), torch.ones(3, 2)
 
     def inner(t):
-        for call in (lambda: preflash.packbits(bits), lambda: preflash.merge_state(v, s, v, s)):
+        for call in (lambda: preflash.packbits(bits), lambda: preflash.merge_state(V, S, V, S)):
             with contextlib.suppress(NotImplementedError):
                 call()  # or its result is right
         return t.sum()
@@ -269,11 +248,10 @@ def test_transforms_around_plain_tensors(transform):
 
 
 def test_fake_mode_around_plain_tensors(target):
-    """Results made inside the mode are fake, even from plain tensors; plan() fails, because a plan
-    cannot be fake."""
+    """Results made inside the mode are fake, even from plain tensors; a plan cannot be fake."""
     inputs, wrapper = planned(Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM), target)
     bits = target.to(torch.ones(16, dtype=torch.uint8))
-    v, s = target.to(torch.ones(3, 2, 8)), target.to(torch.ones(3, 2))
+    v, s = target.to(V), target.to(S)
     calls = [
         lambda: wrapper.run(inputs.q, inputs.k, inputs.v),
         lambda: runner.single(inputs, backend=target.backend)[0],
@@ -294,9 +272,6 @@ def test_fake_mode_around_plain_tensors(target):
     check_run(inputs, wrapper)
 
 
-# Memory that is shared.
-
-
 def pair(target, seed=0, tokens=7, heads=3, dim=40):
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(tokens, heads, dim, generator=generator)
@@ -305,7 +280,7 @@ def pair(target, seed=0, tokens=7, heads=3, dim=40):
 
 
 def check_merge(v, s, v_other, s_other):
-    """merge_state_in_place() of states that share memory, against the oracle."""
+    """Compares merge_state_in_place() of states that share memory with the oracle."""
     expected_v, expected_s = oracle.merge(
         torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)
     )
@@ -318,7 +293,6 @@ def check_merge(v, s, v_other, s_other):
 
 @pytest.mark.parametrize("same", ["vs", "v", "s"])
 def test_merge_in_place_with_itself(target, same):
-    """The same tensor in both places: the weights double, v stays."""
     v, s = pair(target, tokens=301, heads=5, dim=264)
     v_other, s_other = pair(target, 1, tokens=301, heads=5, dim=264)
     s[3] = -math.inf
@@ -332,7 +306,7 @@ def test_merge_in_place_with_a_strided_view_of_itself(target):
 
 
 def overlapping(t):
-    """Two views of t's shape, one row apart."""
+    """Makes two views of t's shape, one row apart."""
     wide = torch.cat([t, t])
     return wide[: t.shape[0]], wide[1 : t.shape[0] + 1]
 
@@ -364,7 +338,6 @@ def test_merge_in_place_overlaps(target):
 
 
 def test_merge_in_place_of_neighbours(target):
-    """One tensor that begins where the other ends is apart from it."""
     v, s = pair(target)
     v_other, s_other = pair(target, 1)
     both_v, both_s = torch.cat([v, v_other]), torch.cat([s, s_other])
@@ -382,8 +355,8 @@ def test_merge_in_place_of_neighbours(target):
     [("sinks", 8, torch.float16)]
     + [(f"scale_{name}", n, torch.float8_e4m3fn) for name, n in (("q", 8), ("k", 4), ("v", 4))],
 )
-def test_out_beside_a_tensor_of_one_number_for_each_head(name, count, dtype):
-    """The last head's number may not lie in the output; the memory after it may."""
+def test_out_on_the_last_factor_of_the_heads(name, count, dtype):
+    """The output may begin where the factors end, and no earlier."""
     q = torch.zeros(3, 8, 64).to(dtype)
     k, v = (torch.zeros(5, 4, 64).to(dtype) for _ in range(2))
     memory = torch.ones(64 + q.numel(), dtype=torch.float16)

@@ -1,5 +1,5 @@
-"""Options that are accepted: defaults, hints, both names of one option, and options in arrays and
-tensors of one element, of which the value counts, not the object."""
+"""Options may be defaults, hints, names of another release, and arrays or tensors of one element,
+whose value counts."""
 
 import numpy as np
 import preflash
@@ -17,7 +17,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 @pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
 def test_what_changes_nothing(target, case):
-    """None, zero and explicit defaults, as engines pass them."""
+    """Engines pass None, zero and explicit defaults."""
     zero = dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"))
     zero |= {"token_pos_in_items_len": 0, "fixed_split_size": -1, "use_fp16_qk_reduction": True}
     encoding = {"pos_encoding_mode": "NONE", "rope_scale": 1, "rope_theta": 1e4}
@@ -61,20 +61,14 @@ def test_single_out_and_lse_buffers(target):
     runner.compare(inputs, out, lse.t(), lse_base="ln").check()
 
 
-# --- arrays and tensors of one element ---------------------------------------
-
-
 @pytest.fixture
 def tensors(target):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((33, HEADS), (90, KV_HEADS), (90, KV_HEADS))
-    made = (torch.randn(*shape, HEAD_DIM, generator=generator) for shape in shapes)
-    return [one.to(target.device, torch.float16) for one in made]
+    inputs = build(Case("long", (33,), (90,), HEADS, KV_HEADS, HEAD_DIM), device=target.device)
+    return [one.half() for one in (inputs.q, inputs.k[:90], inputs.v[:90])]
 
 
 @pytest.fixture
 def single(target, tensors):
-    """The function with the tensors."""
     return lambda **options: preflash.single_prefill_with_kv_cache(
         *tensors, backend=target.backend, **options
     )
@@ -82,7 +76,7 @@ def single(target, tensors):
 
 @pytest.fixture
 def pod(target, tensors):
-    """run() of a prefill with the tensors, and a decode of 5 keys; returns the prefill's output."""
+    """Runs a prefill with the tensors beside a decode; returns the prefill's output."""
     device = target.device
     wrapper = preflash.PODWithPagedKVCacheWrapper(runner.workspace(device), backend=target.backend)
     indptr, pages, last = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [0], [5]))
@@ -94,7 +88,7 @@ def pod(target, tensors):
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
 def test_a_window_that_changes_in_place(single, pod, make):
-    """The plan of one request is found again by its options."""
+    """The plan of a request is remembered by the values of its options."""
     window = make(40)
     narrow = single(window_left=3)
     assert torch.equal(single(window_left=window), single(window_left=40))
@@ -120,40 +114,36 @@ def without_memory(kind: str, dtype: torch.dtype) -> torch.Tensor:
     return value
 
 
-MEMORYLESS = [
-    (without_memory(kind, torch.int32), ValueError, "has no") for kind in ("meta", "freed")
-]
-WINDOWS = [
-    *(
-        (wrong, TypeError, "must be an integer")
-        for wrong in (torch.tensor(True), torch.tensor(1.0), torch.ones(2).int(), True)
-    ),
-    *MEMORYLESS,
-]
+NO_INTEGERS = (torch.tensor(True), torch.tensor(1.0), torch.ones(2).int(), True)
+INT, FLOAT = torch.int32, torch.float32
+# An option of the single function, a value, and the error with what it says.
+REFUSED = [
+    *(("window_left", value, TypeError, "must be an integer") for value in NO_INTEGERS),
+    *(("window_left", without_memory(kind, INT), ValueError, "has no memory")
+      for kind in ("meta", "freed")),
+    *((name, without_memory(kind, FLOAT), TypeError, r"must be .* got Tensor \(1,\) torch.float32$")
+      for name in ("causal", "logits_soft_cap", "kv_layout") for kind in ("meta", "freed")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("wrong", "error", "says"), WINDOWS)
-def test_windows_that_are_no_integer(single, pod, wrong, error, says):
+@pytest.mark.parametrize(
+    ("name", "value", "error", "says"),
+    [pytest.param(*row, id=f"{row[0]} {at}") for at, row in enumerate(REFUSED)],
+)
+def test_refusals(single, pod, name, value, error, says):
     """A message does not read a tensor without memory, either."""
-    single(window_left=1)
-    pod(window_left_p=1)
-    with pytest.raises(error, match=f"^window_left {says}"):
-        single(window_left=wrong)
-    with pytest.raises(error, match=f"^prefill side: window_left {says}"):
-        pod(window_left_p=wrong)
+    single(logits_soft_cap=2.0, window_left=1, causal=True)  # is remembered, and compared with
+    with pytest.raises(error, match=f"^{name} {says}"):
+        single(**{name: value})
+    if name == "window_left":
+        pod(window_left_p=1)
+        with pytest.raises(error, match=f"^prefill side: {name} {says}"):
+            pod(window_left_p=value)
 
 
 @pytest.mark.parametrize("kind", ["meta", "freed"])
-@pytest.mark.parametrize("name", ["causal", "logits_soft_cap", "kv_layout"])
-def test_options_without_memory(single, kind, name):
-    single(logits_soft_cap=2.0, window_left=5, causal=True)  # to compare with
-    with pytest.raises(TypeError, match=rf"^{name} must be .* got Tensor \(1,\) torch.float32$"):
-        single(**{name: without_memory(kind, torch.float32)})
-
-
-@pytest.mark.parametrize(("integer", "error", "says"), MEMORYLESS)
 @pytest.mark.parametrize("name", ["num_qo_heads", "token_pos_in_items_len"])
-def test_numbers_of_plan_without_memory(target, name, integer, error, says):
+def test_numbers_of_plan_without_memory(target, name, kind):
     inputs, wrapper = planned(RAGGED, target)
-    with pytest.raises(error, match=rf"^{name} {says} memory"):
-        wrapper.plan(**{**plan_arguments(inputs), name: integer})
+    with pytest.raises(ValueError, match=rf"^{name} has no memory"):
+        wrapper.plan(**{**plan_arguments(inputs), name: without_memory(kind, INT)})

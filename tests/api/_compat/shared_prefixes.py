@@ -1,4 +1,4 @@
-"""Requests whose keys are those of a shared prefix and pages of their own."""
+"""Requests have the keys of a shared prefix, and pages of their own."""
 
 import torch
 from preflash.testing import Case, MaskKind, build, oracle
@@ -7,7 +7,7 @@ from preflash.testing import Case, MaskKind, build, oracle
 def shared_prefix(
     device, queries, prefix, keys, layout="NHD", dtype=torch.float16, causal=False, scale=None
 ):
-    """Inputs over the pages, (k, v) of the prefix, and attention over both by the oracle."""
+    """Returns inputs over the pages, (k, v) of the prefix, and the oracle's attention over both."""
     case = Case(
         "prefix", queries, keys, 8, 2, 128, dtype=dtype, page_size=16, layout=layout,
         mask=MaskKind.CAUSAL if causal else MaskKind.NONE, sm_scale=scale,

@@ -1,5 +1,5 @@
-"""Calls as FlashInfer's own tests make them, which differ from the documented ones: variants by
-jit_args, scales by position, shared prefixes, queries per request."""
+"""FlashInfer's own tests make calls that its documentation does not show: variants by jit_args,
+scales by position, shared prefixes, queries per request."""
 
 import copy
 import dataclasses
@@ -9,6 +9,7 @@ import math
 import preflash
 import pytest
 import torch
+from planned_cases import planned, tensors, unplanned
 from preflash.testing import Case, MaskKind, Sinks, build, compare, poison, runner
 from preflash.testing.inputs import HeadScales
 from preflash.testing.oracle import Pipeline, reference
@@ -16,20 +17,14 @@ from shared_prefixes import shared_prefix, table_of
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RAGGED = Case(
-    "calls", (9, 0, 33, 1), (40, 7, 90, 5), 8, 2, 128, dtype=HALF, mask=MaskKind.CAUSAL
-)  # fmt: skip
+RAGGED = Case("calls", (9, 0, 33, 1), (40, 7, 90, 5), 8, 2, 128, dtype=HALF, mask=MaskKind.CAUSAL)
 PAGED = dataclasses.replace(RAGGED, page_size=16)
 BOTH = pytest.mark.parametrize("case", [RAGGED, PAGED], ids=["ragged", "paged"])
 SIZES = (8, 2, 128, 16)
 
 
-def tensors_of(inputs) -> tuple:
-    return (inputs.cache,) if inputs.case.paged else (inputs.k, inputs.v)
-
-
 def new(name, target, *args, **options):
-    """The class of that name, on a workspace of its own and the target's backend."""
+    """Makes a wrapper of that name on a workspace of its own."""
     return getattr(preflash, name)(runner.workspace(target.device), *args, **options)
 
 
@@ -52,9 +47,7 @@ def jit_args(dtype=HALF, **replaced) -> tuple:
 
 def with_sinks(case, target, **options):
     inputs = build(dataclasses.replace(case, sinks=Sinks.MIXED), device=target.device)
-    options = {"jit_args": jit_args(case.dtype), **options}
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, **options)
-    return inputs, wrapper
+    return inputs, unplanned(case, target, **{"jit_args": jit_args(case.dtype), **options})[1]
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
@@ -66,7 +59,7 @@ def test_sinks_by_jit_args(target, case, window, causal, dtype):
     inputs, wrapper = with_sinks(case, target, jit_kwargs={"use_sliding_window": window >= 0})
     runner.plan(wrapper, inputs, causal=causal, window_left=window)
     expected = reference(inputs, pipeline=Pipeline(0.11, causal, window, sinks=inputs.sinks))
-    given = (inputs.q, *tensors_of(inputs), inputs.sinks, 0.11)
+    given = (*tensors(inputs), inputs.sinks, 0.11)
     compare(wrapper.run(*given), None, expected).check()
     compare(*wrapper.run_return_lse(*given), expected).check()
 
@@ -81,8 +74,7 @@ def test_sinks_by_jit_args_with_options_by_name(target, case):
     expected = reference(inputs, pipeline=pipeline)
     for each in (wrapper, copy.copy(wrapper)):
         for sinks, named in (((inputs.sinks,), {}), ((), {"sinks": inputs.sinks})):
-            given = (inputs.q, *tensors_of(inputs), *sinks)
-            result = each.run(*given, window_left=30, **named, **options)
+            result = each.run(*tensors(inputs), *sinks, window_left=30, **named, **options)
             assert result[0] is out
             compare(*in_nats(result), expected).check()
 
@@ -103,11 +95,11 @@ REFUSED_VARIANTS = {
 @BOTH
 def test_other_variants_are_refused(target, case, options):
     with pytest.raises(NotImplementedError, match="jit_"):
-        runner.make_wrapper(case, backend=target.backend, device=target.device, **options)
+        unplanned(case, target, **options)
 
 
 def replan(head_dim=128, **wrong):
-    """plan() with something else than the constructor fixed."""
+    """Plans with something else than the constructor fixed."""
 
     def call(wrapper, inputs, _given):
         positional, options = runner.plan_arguments(inputs)
@@ -143,7 +135,7 @@ def test_refusals_with_jit_args(target, case, call, error, match):
     inputs, wrapper = with_sinks(case, target)
     runner.plan(wrapper, inputs)
     with pytest.raises(error, match=match):
-        call(wrapper, inputs, (inputs.q, *tensors_of(inputs)))
+        call(wrapper, inputs, tensors(inputs))
 
 
 # --- fp8: scales by position, queries of float8_e5m2 --------------------------
@@ -157,9 +149,9 @@ def test_scales_by_position(target, case):
     inputs.variant = wrapper.variant  # bounds depend on it
     scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
     expected = reference(inputs)
-    run = functools.partial(wrapper.run, inputs.q, *tensors_of(inputs))
+    run = functools.partial(wrapper.run, *tensors(inputs))
     runner.compare(inputs, run(*scales), None, expected).check()
-    result = wrapper.run_return_lse(inputs.q, *tensors_of(inputs), *scales)
+    result = wrapper.run_return_lse(*tensors(inputs), *scales)
     runner.compare(inputs, *result, expected).check()
     result = in_nats(run(*scales, return_lse=True, lse_base="ln"))
     runner.compare(inputs, *result, expected).check()
@@ -181,9 +173,8 @@ def test_scales_by_position(target, case):
 
 @BOTH
 def test_an_argument_by_position_is_not_given_twice(target, case):
-    inputs = build(case, device=target.device)
-    wrapper = runner.planned(inputs, backend=target.backend)
-    run = functools.partial(wrapper.run, inputs.q, *tensors_of(inputs))
+    inputs, wrapper = planned(case, target)
+    run = functools.partial(wrapper.run, *tensors(inputs))
     before = (0.5, 2.0) if case.paged else ()  # k_scale and v_scale
     named = dict(zip(("k_scale", "v_scale"), before, strict=False))
     assert torch.equal(run(*before, True)[0], run(**named))
@@ -214,7 +205,7 @@ def test_scales_by_position_in_decode(target):
 
 
 def of_e5m2(case, target, o_dtype=None, **options):
-    """Inputs whose queries have values of float8_e5m2, and those queries."""
+    """Returns inputs whose queries have values of float8_e5m2, and those queries."""
     wide = BFLOAT if o_dtype is None else o_dtype
     inputs = build(
         dataclasses.replace(case, dtype=wide, kv_dtype=E5M2, **options), device=target.device
@@ -226,30 +217,28 @@ def of_e5m2(case, target, o_dtype=None, **options):
 @pytest.mark.parametrize("o_dtype", [None, HALF, BFLOAT])
 @BOTH
 def test_queries_of_e5m2(target, case, o_dtype):
-    inputs, q = of_e5m2(case, target, o_dtype)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    (inputs, q), wrapper = of_e5m2(case, target, o_dtype), unplanned(case, target)[1]
     runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=E5M2, o_data_type=o_dtype)
     assert wrapper._cached_q_data_type == E5M2
     expected = reference(inputs)
     for _ in range(2):
-        out, lse = wrapper.run(q, *tensors_of(inputs), return_lse=True)
+        out, lse = wrapper.run(q, *tensors(inputs)[1:], return_lse=True)
         assert out.dtype == (o_dtype or BFLOAT)
         runner.compare(inputs, out, lse, expected).check()
     pipeline = dataclasses.replace(inputs.pipeline, window_left=12)
-    out = wrapper.run(q, *tensors_of(inputs), window_left=12)
+    out = wrapper.run(q, *tensors(inputs)[1:], window_left=12)
     runner.compare(inputs, out, None, reference(inputs, pipeline=pipeline)).check()
     with pytest.raises(TypeError, match=r"q is torch.*; must be torch.float8_e5m2"):
-        wrapper.run(inputs.q, *tensors_of(inputs))
+        wrapper.run(inputs.q, *tensors(inputs)[1:])
 
 
 @BOTH
 def test_queries_of_e5m2_with_scales_of_heads(target, case):
-    inputs, q = of_e5m2(case, target)
+    (inputs, q), wrapper = of_e5m2(case, target), unplanned(case, target)[1]
     heads = {"q": 8, "k": 2, "v": 2}
     factors = {n: torch.rand(h, device=target.device) + 0.5 for n, h in heads.items()}
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=None)
-    result = wrapper.run_return_lse(q, *tensors_of(inputs), *factors.values())
+    result = wrapper.run_return_lse(q, *tensors(inputs)[1:], *factors.values())
     scaled = dataclasses.replace(inputs, scales=HeadScales(**factors))
     runner.compare(inputs, *result, reference(scaled)).check()
 
@@ -289,8 +278,10 @@ def test_a_single_request_of_e5m2(target, o_dtype, masked):
 # --- shared prefixes -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("prefix", [0, 1, 128])
+PREFIXES = pytest.mark.parametrize(("layout", "prefix"), [("NHD", 0), ("HND", 1), ("HND", 128)])
+
+
+@PREFIXES
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 def test_decode_with_a_shared_prefix(target, layout, prefix, dtype):
     inputs, (k, v), expected = shared_prefix(
@@ -308,10 +299,8 @@ def test_decode_with_a_shared_prefix(target, layout, prefix, dtype):
         wrapper.forward(inputs.q, k[:, :1], v[:, :1, :64], inputs.cache)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("prefix", [0, 1, 128])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@PREFIXES
+@pytest.mark.parametrize(("causal", "scale"), [(False, None), (True, 0.3), (True, None)])
 def test_prefill_with_a_shared_prefix(target, layout, prefix, causal, scale):
     inputs, (k, v), expected = shared_prefix(
         target.device, (9, 0, 33, 1), prefix, (40, 7, 90, 5), layout, causal=causal, scale=scale
@@ -372,7 +361,7 @@ def test_wrong_queries_per_request(target):
 
 
 def test_queries_per_request_of_run_alone(target):
-    """q_len_per_req of run(), as in trtllm-gen: run() plans again, and None is plan()'s number."""
+    """run(q_len_per_req=) plans again, as in trtllm-gen; None is plan()'s number."""
     inputs, wrapper, table = verification(target, 3)
     one = torch.ones_like(inputs.q[:4])
     wrapper.plan(*table, q_data_type=HALF)
@@ -389,7 +378,7 @@ def test_queries_per_request_of_run_alone(target):
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_run_plans_the_values_that_plan_was_given(target, inference):
-    """The caller's arrays may have changed since; pages on the GPU are read where they are."""
+    """The caller may have overwritten its arrays, but for pages on the GPU."""
     inputs, wrapper, table = verification(target, 3)
     with torch.inference_mode(inference):
         table = (*(array.clone() for array in table[:3]), *table[3:])
@@ -401,12 +390,9 @@ def test_run_plans_the_values_that_plan_was_given(target, inference):
     runner.compare(inputs, out, lse).check()
 
 
-# --- attributes that engines set and read -------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 def test_graph_buffers_that_are_set_afterwards(target, kind):
-    """Sets graph buffers after construction, as RTP-LLM does before its first plan()."""
+    """RTP-LLM sets graph buffers before its first plan()."""
     case = PAGED
     if kind == "Decode":
         case = dataclasses.replace(PAGED, qo_lens=(1,) * 4, mask=MaskKind.NONE)
@@ -442,8 +428,7 @@ def test_graph_buffers_that_are_set_afterwards(target, kind):
 
 
 def test_graph_buffers_that_are_missing(target):
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.make_wrapper(PAGED, backend=target.backend, device=target.device)
+    inputs, wrapper = unplanned(PAGED, target)
     wrapper._use_cuda_graph = True
     with pytest.raises(ValueError, match="qo_indptr_buf=None"):
         runner.plan(wrapper, inputs)
@@ -461,8 +446,8 @@ def test_graph_buffers_that_are_missing(target):
 
 def test_attributes_of_a_cascade(target):
     wrapper = preflash.MultiLevelCascadeAttentionWrapper(2, runner.workspace(target.device))
-    kind = preflash.BatchPrefillWithPagedKVCacheWrapper
-    assert [type(level) for level in wrapper._batch_prefill_wrappers] == [kind, kind]
+    kinds = [type(level) for level in wrapper._batch_prefill_wrappers]
+    assert kinds == [preflash.BatchPrefillWithPagedKVCacheWrapper] * 2
     assert wrapper._num_levels == 2
 
 
@@ -489,8 +474,8 @@ def test_attributes_of_batches_of_pod(target):
     assert wrapper._kv_indptr_buf_p is None
     wrapper.plan(*sides, *SIZES, q_data_type=HALF)
     names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len")
-    told = [getattr(wrapper, f"_{name}_buf_{side}") for side in "pd" for name in names]
-    for values, given in zip(told, sides, strict=True):
+    found = [getattr(wrapper, f"_{name}_buf_{side}") for side in "pd" for name in names]
+    for values, given in zip(found, sides, strict=True):
         assert torch.equal(values.cpu(), given.cpu()[: values.numel()])
     with pytest.raises(AttributeError, match="is read-only"):
         wrapper._kv_indptr_buf_p = sides[1]
@@ -501,8 +486,7 @@ def test_attributes_of_batches_of_pod(target):
 @pytest.mark.parametrize("cap", [0, -1, -0.0, -30.0])
 @BOTH
 def test_soft_caps_that_are_none(target, case, cap):
-    inputs = build(case, device=target.device)
-    wrapper = runner.planned(inputs, backend=target.backend, logits_soft_cap=cap)
+    inputs, wrapper = planned(case, target, logits_soft_cap=cap)
     assert wrapper._logits_soft_cap == 0.0
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 

@@ -1,12 +1,14 @@
-"""Calls written for later releases of the API: order, neutral arguments, numbers of other types."""
+"""Calls written for later releases of FlashInfer: order of arguments, neutral arguments, numbers of
+other types, attributes."""
 
 import dataclasses
 
+import numpy as np
 import preflash
 import pytest
 import torch
-from preflash import _core
-from preflash._plan import pipeline as _pipeline
+from planned_cases import PAGED_ARRAYS, planned, tensors
+from planned_cases import unplanned as made
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 
@@ -16,24 +18,9 @@ SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 WRAPPERS = pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
 
 
-def made(case, target):
-    inputs = build(case, device=target.device)
-    return inputs, runner.make_wrapper(case, backend=target.backend, device=target.device)
-
-
-def planned(case, target):
-    inputs, wrapper = made(case, target)
-    runner.plan(wrapper, inputs)
-    return inputs, wrapper
-
-
 def leading(inputs) -> tuple:
-    """Arguments that both orders begin with."""
+    """Returns the arguments that both orders begin with."""
     return runner.plan_arguments(inputs)[0]
-
-
-def tensors(inputs) -> tuple:
-    return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
 
 
 def check(inputs, wrapper, pipeline: Pipeline | None = None, result=None) -> None:
@@ -45,8 +32,6 @@ def check(inputs, wrapper, pipeline: Pipeline | None = None, result=None) -> Non
     expected = reference(inputs, pipeline=pipeline)
     compare(out, lse, expected, soft_cap=pipeline.soft_cap).check()
 
-
-# --- positional orders ----------------------------------------------------------
 
 # Positional arguments after the leading ones, for either wrapper, and the options they mean.
 SCALE, WINDOW, CAP = 0.2, 7, 30.0
@@ -69,21 +54,12 @@ def orders(case) -> dict[str, tuple]:
 @WRAPPERS
 def test_plan_in_both_orders(target, case, order):
     inputs, wrapper = made(case, target)
-    wrapper.plan(*leading(inputs), *orders(case)[order])
-    check(inputs, wrapper, MEANT)
-
-
-@pytest.mark.parametrize("method", ["begin_forward", "workspace_size"])
-@WRAPPERS
-def test_other_methods_in_both_orders(target, case, method):
-    inputs, wrapper = made(case, target)
-    results = [
-        getattr(wrapper, method)(*leading(inputs), *orders(case)[order])
-        for order in ("older", "newer")
-    ]
-    assert results[0] == results[1]
-    if method == "begin_forward":
+    given = (*leading(inputs), *orders(case)[order])
+    for method in (wrapper.plan, wrapper.begin_forward):
+        method(*given)
         check(inputs, wrapper, MEANT)
+    older = wrapper.workspace_size(*leading(inputs), *orders(case)["older"])
+    assert wrapper.workspace_size(*given) == older
 
 
 @pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.PACKED])
@@ -98,7 +74,6 @@ def test_masks_in_both_orders(target, case, head_dim_vo, kind):
 
 @WRAPPERS
 def test_a_bool_mask_after_none_is_dense(target, case):
-    """A bool mask in the packed mask's place of the older order is dense: its dtype decides."""
     inputs, wrapper = made(dataclasses.replace(case, mask=MaskKind.CUSTOM), target)
     wrapper.plan(*leading(inputs), None, inputs.custom_mask, q_data_type=case.dtype)
     check(inputs, wrapper)
@@ -129,9 +104,6 @@ def test_single_in_both_orders(target, name, arguments):
     check(inputs, None, MEANT, call(inputs.q, inputs.k[:30], inputs.v[:30], *arguments))
 
 
-# --- arguments that change nothing, numbers of other types ------------------------
-
-
 @pytest.mark.parametrize("name", ["o_scale", "use_fp16_softmax", "uses_spcompress"])
 @WRAPPERS
 def test_neutral_values(target, case, name):
@@ -157,7 +129,6 @@ def test_indptr_of_values_and_outputs(target):
 
 @WRAPPERS
 def test_numbers_of_other_types(target, case):
-    np = pytest.importorskip("numpy")
     inputs, wrapper = made(case, target)
     options = {
         "num_qo_heads": np.int64(4), "num_kv_heads": np.int32(2), "head_dim": torch.tensor(64),
@@ -165,26 +136,20 @@ def test_numbers_of_other_types(target, case):
         "window_left": np.int32(WINDOW), "logits_soft_cap": np.float32(CAP), "rope_theta": 1e4,
         "disable_split_kv": np.bool_(True), "q_data_type": case.dtype,
     }  # fmt: skip
-    arrays = leading(inputs)[: 4 if case.paged else 2]
-    names = ("qo_indptr", "kv_indptr")
+    names = PAGED_ARRAYS if case.paged else ("qo_indptr", "kv_indptr")
     if case.paged:
-        names = ("qo_indptr", *(f"paged_kv_{n}" for n in ("indptr", "indices", "last_page_len")))
         options["page_size"] = np.int64(16)
-    wrapper.plan(**dict(zip(names, arrays, strict=True)), **options)
+    wrapper.plan(**dict(zip(names, leading(inputs), strict=False)), **options)
     assert wrapper._causal is True
     check(inputs, wrapper, Pipeline(float(torch.tensor(SCALE)), True, WINDOW, CAP))
 
 
 def test_numbers_of_other_types_for_one_request(target):
-    np = pytest.importorskip("numpy")
     inputs = build(SINGLE, device=target.device)
     scale = torch.tensor(SCALE, device=target.device)
     options = {"causal": np.bool_(True), "sm_scale": scale, "rope_theta": 1e4}
     result = runner.single(inputs, backend=target.backend, **options)
     check(inputs, None, Pipeline(float(scale), True), result)
-
-
-# --- refusals ---------------------------------------------------------------------
 
 
 def plans(*more, **options):
@@ -285,9 +250,6 @@ def test_refusals(target, case, call, error, match):
     check(inputs, wrapper)
 
 
-# --- the backend of the environment -------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "backend", ["fa2", "fa3", "cutlass", "trtllm-gen", "cute-dsl", "xqa", "cudnn"]
 )
@@ -330,25 +292,6 @@ def test_the_environment_and_other_calls(monkeypatch):
         runner.make_wrapper(RAGGED, backend="cpu")
 
 
-# --- begin_forward() and forward() ---------------------------------------------------
-
-
-@pytest.fixture
-def made_plans(monkeypatch):
-    """Arguments of every plan made: by Python, or by C++ alone."""
-    made = []
-    plan, plan_again = _pipeline.plan, _core.plan_again
-    monkeypatch.setattr(_pipeline, "plan", lambda *args: made.append(args) or plan(*args))
-
-    def counted_again(*args):
-        planned = plan_again(*args)
-        made.extend([args] * planned)
-        return planned
-
-    monkeypatch.setattr(_core, "plan_again", counted_again)
-    return made
-
-
 STEP = {"causal": True, "window_left": 11, "logits_soft_cap": 20.0, "sm_scale": 0.3}
 
 
@@ -358,33 +301,35 @@ def check_step(wrapper, inputs) -> None:
 
 
 @WRAPPERS
-def test_a_step_plans_once(target, case, made_plans):
-    """begin_forward() plans with the options of the previous step's forward()."""
+def test_steps_of_begin_forward_and_forward(target, case):
+    """Each step's options are its own: forward()'s, or begin_forward()'s in run()."""
     inputs, wrapper = made(case, target)
-    wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
-    check_step(wrapper, inputs)
-    assert len(made_plans) == 2
     for step in range(3):
         inputs = build(case, device=target.device, seed=step)
         wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
         for _ in range(2):
             check_step(wrapper, inputs)
-        assert len(made_plans) == 3 + step
-    # Attributes and run() have the options of begin_forward() itself.
     assert (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap) == (False, -1, 0.0)
     for _ in range(2):
         check(inputs, wrapper, Pipeline(case.scale))
-    assert len(made_plans) == 6
-    # run() was the last call, so the next step is planned for run().
     wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
     check(inputs, wrapper, Pipeline(case.scale))
-    assert len(made_plans) == 7
     check_step(wrapper, inputs)
-    # plan() has its own options whatever forward() had.
-    del made_plans[:]
     runner.plan(wrapper, inputs, causal=True)
     check(inputs, wrapper, Pipeline(case.scale, True))
-    assert len(made_plans) == 1
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_begin_forward_plans_for_the_call_of_the_last_step(target, page_size):
+    """A window leaves fewer tiles in the plan: forward() of the next step need not plan again."""
+    case = Case("long", (9,), (900,), 4, 2, 64, page_size=page_size)
+    inputs, wrapper = made(case, target)
+    tiles = []
+    for call in (wrapper.forward, wrapper.forward, wrapper.run, wrapper.run):
+        wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
+        tiles.append(wrapper._plan_info.num_kv_tiles)
+        call(*tensors(inputs), **({} if call == wrapper.run else {"window_left": 11}))
+    assert tiles[1] == tiles[2] < tiles[0] == tiles[3]
 
 
 def test_a_mask_comes_and_goes_between_steps(target):
@@ -397,26 +342,6 @@ def test_a_mask_comes_and_goes_between_steps(target):
         result = wrapper.forward_return_lse(*tensors(inputs), causal=True)
         check(inputs, wrapper, Pipeline(PAGED.scale, inputs is plain), result)
 
-
-def test_options_of_forward_that_are_refused_later(target, monkeypatch):
-    """begin_forward() then plans with its own options, and forward() refuses."""
-    inputs, wrapper = planned(RAGGED, target)
-    check_step(wrapper, inputs)
-    plan = _pipeline.plan
-
-    def without_soft_cap(workspace, name, request):
-        if request.options.soft_cap:
-            raise NotImplementedError("soft cap")
-        return plan(workspace, name, request)
-
-    monkeypatch.setattr(_pipeline, "plan", without_soft_cap)
-    wrapper.begin_forward(*leading(inputs), q_data_type=RAGGED.dtype)
-    check(inputs, wrapper, Pipeline(RAGGED.scale))
-    with pytest.raises(NotImplementedError, match="soft cap"):
-        check_step(wrapper, inputs)
-
-
-# --- attributes that engines read -----------------------------------------------------
 
 ARRAYS = {
     RAGGED: {"_qo_indptr_buf": "qo_indptr", "_kv_indptr_buf": "kv_indptr"},
@@ -472,8 +397,7 @@ def test_attributes_before_and_after_plan(target, case):
 @WRAPPERS
 def test_attributes_cannot_be_set(target, case):
     _, wrapper = made(case, target)
-    names = [*ARRAYS[case], *READ_ONLY, *["_kv_lens_buffer"] * case.paged]
-    for name in names:
+    for name in (*ARRAYS[case], *READ_ONLY, *["_kv_lens_buffer"] * case.paged):
         with pytest.raises(AttributeError, match=rf"{name} is read-only"):
             setattr(wrapper, name, None)
 

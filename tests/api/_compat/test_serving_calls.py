@@ -1,4 +1,4 @@
-"""Calls of serving engines, argument by argument as each engine makes them."""
+"""Serving engines' calls compute, argument by argument as each engine makes them."""
 
 import dataclasses
 import functools
@@ -7,18 +7,9 @@ import math
 import preflash as flashinfer
 import pytest
 import torch
-from preflash.testing import (
-    Case,
-    KvForm,
-    MaskKind,
-    Sinks,
-    build,
-    compare,
-    poison,
-    reference,
-    runner,
-)
-from preflash.testing.oracle import Pipeline
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, compare, poison, runner
+from preflash.testing.oracle import Pipeline, reference
+from shared_prefixes import table_of
 
 CAUSAL = {"mask": MaskKind.CAUSAL}
 SLOTS = {"page_size": 1}
@@ -56,10 +47,6 @@ def decode(target, layout="NHD", **options):
     )
 
 
-def table(inputs) -> tuple:
-    return inputs.kv_indptr, inputs.indices, inputs.last_page_len
-
-
 def check(inputs, out, lse=None, pipeline=None) -> None:
     if pipeline is None:
         runner.compare(inputs, out, lse).check()
@@ -71,28 +58,20 @@ def check(inputs, out, lse=None, pipeline=None) -> None:
 # vLLM, and SGLang's calls that are like its
 
 
-def vllm_arrays(inputs) -> dict:
-    """Index arrays on the host, in pinned memory where there is a GPU; page indices stay."""
-
-    def pinned(t: torch.Tensor) -> torch.Tensor:
-        return t.cpu().pin_memory() if torch.cuda.is_available() else t.cpu()
-
-    return {
-        "qo_indptr": pinned(inputs.qo_indptr),
-        "paged_kv_indptr": pinned(inputs.kv_indptr),
-        "paged_kv_indices": inputs.indices,
-        "paged_kv_last_page_len": pinned(inputs.last_page_len),
-        "seq_lens": pinned(torch.tensor(inputs.case.kv_lens, dtype=torch.int32)),
-        "num_qo_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim_qk": 128,
-        "page_size": 16,
-    }
-
-
 def vllm_plan(wrapper, inputs, **changes) -> None:
-    options = {**vllm_arrays(inputs), **VLLM_PLAN, "causal": True, "o_data_type": VLLM.dtype}
-    wrapper.plan(**{**options, **changes})
+    """Plans with arrays on the host, in pinned memory where there is a GPU; page indices stay."""
+    arrays = {
+        "qo_indptr": inputs.qo_indptr, "paged_kv_indptr": inputs.kv_indptr,
+        "paged_kv_last_page_len": inputs.last_page_len,
+        "seq_lens": torch.tensor(inputs.case.kv_lens, dtype=torch.int32),
+    }  # fmt: skip
+    pinned = (
+        t.cpu().pin_memory() if torch.cuda.is_available() else t.cpu() for t in arrays.values()
+    )
+    options = dict(zip(arrays, pinned, strict=True))
+    options |= {"paged_kv_indices": inputs.indices, "num_qo_heads": 8, "num_kv_heads": 2}
+    options |= {"head_dim_qk": 128, "page_size": 16, **VLLM_PLAN, "causal": True}
+    wrapper.plan(**{**options, "o_data_type": VLLM.dtype, **changes})
 
 
 VLLM_LAYERS = {
@@ -120,8 +99,8 @@ def test_vllm_paged(target, case, options):
 
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 def test_context_and_new_tokens(target, engine):
-    """Context over the paged cache without mask, new tokens ragged and causal, merge_state: vLLM's
-    context parallelism by run(), SGLang's extend by forward()."""
+    """merge_state() joins the paged context, without a mask, and new tokens, ragged and causal:
+    vLLM's context parallelism by run(), SGLang's extend by forward()."""
     old_lens, new_lens = (50, 1, 130), (20, 7, 40)
     page_size = 16 if engine == "vLLM" else 1
     case = Case("context", new_lens, old_lens, *HEADS, page_size=page_size)
@@ -165,7 +144,6 @@ def test_context_and_new_tokens(target, engine):
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 @pytest.mark.parametrize("index_device", ["host", "device"])
 def test_mla_prefill(target, engine, index_device):
-    """Ragged (192, 128) without grouping."""
     where = target.device if index_device == "device" else "cpu"
     inputs = build(MLA, device=target.device, index_device=where)
     wrapper = ragged(target)
@@ -182,36 +160,6 @@ def test_mla_prefill(target, engine, index_device):
     out = poison((138, 4, 128), MLA.dtype, target.device)
     _, lse = wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, out=out, return_lse=True)
     check(inputs, out, lse)
-
-
-def test_vllm_sparse_pages(target):
-    """Positional plan with head_dim 192 and page 8, one query per request, without splits."""
-    case = Case("sparse", (1,) * 5, (8, 64, 3, 100, 31), 8, 1, 192, page_size=8)
-    inputs = build(case, device=target.device)
-    wrapper = paged(target, backend=target.backend)
-    wrapper.plan(
-        inputs.qo_indptr, *table(inputs), 8, 1, 192, 8, head_dim_vo=192, causal=False,
-        sm_scale=case.scale, **DTYPES, disable_split_kv=True, max_token_per_sequence=1,
-    )  # fmt: skip
-    check(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True))
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_vllm_decode(target, layout):
-    """Planned by fast_decode_plan after the first time; q in a bucket that is larger."""
-    inputs = build(dataclasses.replace(DECODES, layout=layout), device=target.device)
-    wrapper = decode(target, layout)
-    indptr, last = inputs.kv_indptr.cpu(), inputs.last_page_len.cpu()
-    arrays = {"indptr": indptr, "indices": inputs.indices, "last_page_len": last}
-    options = {**VLLM_PLAN, **HEADS_BY_NAME, "page_size": 16, "pos_encoding_mode": "NONE"}
-    for plan in (wrapper.plan, functools.partial(flashinfer.decode.fast_decode_plan, wrapper)):
-        plan(**arrays, **options)
-        read = (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale)
-        assert read == (-1, 0.0, VLLM.scale)
-        q = torch.cat([inputs.q, poison((2, 8, 128), VLLM.dtype, target.device)])
-        out = poison(q.shape, VLLM.dtype, target.device)
-        wrapper.run(q[:4], (inputs.k, inputs.v), q_scale=1.0, **NO_SCALES, out=out[:4])
-        check(inputs, out[:4])
 
 
 def test_vllm_sinks(target):
@@ -232,45 +180,22 @@ def test_vllm_sinks(target):
 
 
 def with_spare(inputs) -> tuple:
-    """Page table whose indices are 256 more than what is used."""
+    """Returns a page table of 256 indices more than are used."""
     spare = torch.zeros(256, dtype=torch.int32, device=inputs.indices.device)
     return inputs.kv_indptr, torch.cat([inputs.indices, spare]), inputs.last_page_len
 
 
 def sglang_begin(wrapper, inputs, **changes) -> None:
-    """page_size 1, indptr on the device, indices longer than needed, everything else by keyword."""
     items = dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"))
     options = {**DTYPES, "custom_mask": None, "non_blocking": True, "fixed_split_size": None}
     options |= {**items, "token_pos_in_items_len": 0, **changes}
     wrapper.begin_forward(inputs.qo_indptr, *with_spare(inputs), *HEADS, 1, **options)
 
 
-@pytest.mark.parametrize("cap", [0.0, 30.0])
-@pytest.mark.parametrize("window", [-1, 20])
-def test_sglang_paged_forward(target, cap, window):
-    inputs = build(SGLANG, device=target.device)
-    wrapper = paged(target, backend=target.backend)
-    sglang_begin(wrapper, inputs)
-    options = {"sm_scale": 0.1, "window_left": window, "logits_soft_cap": cap}
-    scales = {"k_scale": 1.5, "v_scale": 0.5}
-    out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, **options, **scales)
-    check(inputs, out, None, Pipeline(0.15, True, window, cap, out_scale=0.5))
-
-
-def test_sglang_slot_pool_of_tokens(target):
-    """The token pool is [slots, heads, dim]; SGLang hands it over as it is."""
-    case = Case("pool", (7, 30), (60, 30), *HEADS, **SLOTS, form=KvForm.FLAT, **CAUSAL)
-    inputs = build(case, device=target.device)
-    wrapper = paged(target, backend=target.backend)
-    sglang_begin(wrapper, inputs)
-    check(inputs, *wrapper.forward_return_lse(inputs.q, (inputs.k, inputs.v), causal=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
 @pytest.mark.parametrize("buffer", ["exact", "longer"])
 def test_sglang_tree_mask(target, dtype, buffer):
-    """Speculative verification: a flat mask, bool or integers, with causal=False in forward. The
-    mask of an EAGLE step is the beginning of a preallocated buffer."""
+    """An EAGLE step's mask is flat, of any dtype, and the beginning of a preallocated buffer."""
     case = Case("tree", (5, 5, 5), (60, 33, 200), *HEADS, **SLOTS, mask=MaskKind.CUSTOM)
     inputs = build(case, device=target.device)
     wrapper = paged(target, backend=target.backend)
@@ -281,42 +206,16 @@ def test_sglang_tree_mask(target, dtype, buffer):
     options = {"sm_scale": case.scale, "window_left": -1, "logits_soft_cap": 0.0}
     out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=False, **options)
     check(inputs, out)
-    # The same wrapper verifies nothing in the next step: the mask must be gone.
+    # The next step has no mask.
     sglang_begin(wrapper, inputs)
     out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, sm_scale=case.scale)
     causal = dataclasses.replace(case, mask=MaskKind.CAUSAL)
     check(dataclasses.replace(inputs, case=causal, masks=None, custom_mask=None), out)
 
 
-def test_sglang_multi_item_scoring(target):
-    """enable_mis: prefixes, then positions in items for all later tokens, padded."""
-    inputs = build(SGLANG, device=target.device)
-    wrapper = paged(target, backend=target.backend)
-    longest = max(SGLANG.kv_lens)
-    prefix = torch.tensor([kv_len // 2 for kv_len in SGLANG.kv_lens])
-    tokens = torch.arange(longest).expand(len(prefix), -1) % 7
-    sglang_begin(
-        wrapper, inputs, token_pos_in_items_len=longest,
-        prefix_len_ptr=prefix.to(torch.uint32).to(target.device),
-        token_pos_in_items_ptr=tokens.flatten().to(torch.uint16).to(target.device),
-        max_item_len_ptr=torch.full_like(prefix, 6).to(torch.uint16).to(target.device),
-    )  # fmt: skip
-    options = {"causal": True, "sm_scale": SGLANG.scale, "window_left": -1}
-    out = wrapper.forward(inputs.q, inputs.cache, **options)
-    inputs.masks = []
-    for request, (rows, keys) in enumerate(zip(SGLANG.qo_lens, SGLANG.kv_lens, strict=True)):
-        at = torch.arange(keys - rows, keys)[:, None]
-        key, first = torch.arange(keys)[None], int(prefix[request])
-        own = key > at - tokens[request][(at - first).clamp(min=0)]
-        inputs.masks.append((key <= at) & ((at < first) | (key < first) | own))
-    inputs.case = dataclasses.replace(inputs.case, mask=MaskKind.CUSTOM, window_left=-1)
-    check(inputs, out)
-
-
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 @pytest.mark.parametrize("fast", [False, True])
 def test_sglang_decode(target, cap, fast):
-    """begin_forward() every step, cap and scale at forward() only; page_size 1, spare indices."""
     case = dataclasses.replace(DECODES, page_size=1, form=KvForm.FLAT)
     work = runner.workspace(target.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD", use_tensor_cores=fast)
@@ -337,7 +236,7 @@ def test_sglang_decode(target, cap, fast):
 
 
 def test_tensorrt_llm_append_then_prefill_and_decode(target):
-    """One metadata object: tokens appended, contexts and generations planned out of one table."""
+    """Contexts and generations are planned out of one table, after their tokens are appended."""
     case = Case("trt", (20, 8, 1, 1), (20, 40, 50, 17), *HEADS, page_size=16)
     inputs = build(case, device=target.device)
     pool = torch.stack([inputs.k, inputs.v], 1)
@@ -349,7 +248,6 @@ def test_tensorrt_llm_append_then_prefill_and_decode(target):
         for position in range(r.k.shape[0] - r.q.shape[0], r.k.shape[0]):
             pool[inputs.page_table[i][position // 16], :, position % 16] = float("nan")
     lengths = flashinfer.get_seq_lens(inputs.kv_indptr, inputs.last_page_len, 16)
-    assert lengths.tolist() == list(case.kv_lens)
     indices, positions = flashinfer.get_batch_indices_positions(
         inputs.qo_indptr, lengths, k.shape[0]
     )
@@ -364,7 +262,7 @@ def test_tensorrt_llm_append_then_prefill_and_decode(target):
         target, backend=target.backend, use_cuda_graph=False,
         **{f"{name}_buf": target.to(torch.zeros(n).int()) for name, n in sizes.items()},
     )  # fmt: skip
-    indptr, pages, last = table(inputs)
+    indptr, pages, last = table_of(inputs)
     options = {"sm_scale": case.scale, **DTYPES}
     prefill.plan(
         inputs.qo_indptr[:3], indptr[:3], pages, last[:2], *HEADS, 16, causal=True,
@@ -378,7 +276,7 @@ def test_tensorrt_llm_append_then_prefill_and_decode(target):
     check(inputs, out, None, Pipeline(case.scale, True))
 
 
-def test_tgi_prefill_and_decode(target):
+def test_tgi_prefill(target):
     inputs = build(CHUNKS, device=target.device)
     given = {"float_workspace_buffer": runner.workspace(target.device), "kv_layout": "NHD"}
     state = flashinfer.BatchPrefillWithPagedKVCacheWrapper(**given, use_cuda_graph=False)
@@ -394,33 +292,3 @@ def test_tgi_prefill_and_decode(target):
         )  # fmt: skip
         state.end_forward()
         check(inputs, out, None, Pipeline(0.1, True, -1, 30.0))
-
-    inputs = build(DECODES, device=target.device)
-    state = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        **given, use_cuda_graph=False, use_tensor_cores=True
-    )
-    state.begin_forward(
-        indptr=inputs.kv_indptr, indices=inputs.indices, last_page_len=inputs.last_page_len,
-        **HEADS_BY_NAME, page_size=16, data_type=VLLM.dtype, q_data_type=VLLM.dtype, window_left=-1,
-    )  # fmt: skip
-    cache = (inputs.k, inputs.v)
-    out = state.forward(inputs.q, paged_kv_cache=cache, logits_soft_cap=None, sm_scale=0.1)
-    check(inputs, out, None, Pipeline(0.1))
-
-
-def test_rtp_llm_head_dim_vo_by_position(target):
-    inputs = build(CHUNKS, device=target.device)
-    wrapper = paged(target)
-    wrapper.plan(
-        inputs.qo_indptr, *table(inputs), *HEADS, 16, 128, causal=True, q_data_type=VLLM.dtype
-    )
-    check(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True))
-
-
-def test_huggingface_paged_varlen(target):
-    """Packed tokens and padded requests of length zero, as in transformers' batches."""
-    case = Case("hf", (12, 0, 1, 0), (40, 0, 77, 0), 8, 2, 64, mask=MaskKind.CAUSAL, window_left=15)
-    inputs = build(case, device=target.device)
-    wrapper = ragged(target)
-    runner.plan(wrapper, inputs)
-    check(inputs, *runner.run(wrapper, inputs))

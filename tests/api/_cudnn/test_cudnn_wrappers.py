@@ -1,4 +1,4 @@
-"""backend="cudnn" of the batch wrappers: cuDNN's forms of arguments, on the kernels."""
+"""Batch wrappers of backend="cudnn" take cuDNN's forms of arguments."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("case", [RAGGED, PAGED], ids=["ragged", "paged"])
 
 
 def in_elements(inputs, device="cpu"):
-    """Positional arguments and options of plan(): offsets in elements, lengths of four dims."""
+    """Returns arguments and options of plan(), with offsets in elements, lengths of four dims."""
     case = inputs.case
     positional, options = runner.plan_arguments(inputs)
     kv_width = 1 if case.paged else case.num_kv_heads * case.head_dim
@@ -29,7 +29,7 @@ def in_elements(inputs, device="cpu"):
 
 
 def made(case, device="cpu", backend="cudnn", **options):
-    """A wrapper of kv_layout NHD: a paged cache in elements is [pages, heads, page_size, head_dim]
+    """Makes a wrapper of kv_layout NHD: pages in elements are [pages, heads, page_size, head_dim]
     under either layout."""
     if case.paged and backend == "cudnn":
         case = dataclasses.replace(case, layout="NHD")
@@ -89,8 +89,7 @@ def test_offsets_in_tokens_with_lengths(target, case):
 
 @BOTH
 def test_cuda_graph_buffers_hold_tokens(target, case):
-    """plan() fills the buffers with tokens: a second plan() of a buffer of elements would read
-    other offsets, and is refused."""
+    """plan() fills the buffers with tokens, so a buffer that counts elements is refused."""
     inputs = build(case, device=target.device)
     positional, options = in_elements(inputs)
     names = ["qo_indptr", "paged_kv_indptr" if case.paged else "kv_indptr"]

@@ -1,4 +1,4 @@
-"""trtllm_batch_context_with_kv_cache and the calls like it against the float64 oracle."""
+"""trtllm_batch_context_with_kv_cache and the calls like it compute what the float64 oracle does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import types
 import preflash
 import pytest
 import torch
-from preflash._fmha.lengths import FmhaLengths
 from preflash.testing import Case, MaskKind, Sinks, build, comparison, reference, runner
 
 CONTEXT = Case(
@@ -26,18 +25,16 @@ VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")
 
 
 def table_of(inputs) -> torch.Tensor:
-    """[batch_size, pages + 1], int32; entries that no request uses are no pages."""
-    indptr, indices = inputs.kv_indptr.cpu(), inputs.indices.cpu()
-    most = int(indptr.diff().max())
+    """Returns [batch_size, pages + 1], int32; entries that no request uses are no pages."""
+    most = max(map(len, inputs.page_table))
     table = torch.full((inputs.case.batch_size, most + 1), 10**6, dtype=torch.int32)
-    for i in range(inputs.case.batch_size):
-        own = indices[indptr[i] : indptr[i + 1]]
-        table[i, : own.numel()] = own
+    for row, own in zip(table, inputs.page_table, strict=True):
+        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
     return table
 
 
 def arrays(inputs, device) -> dict[str, torch.Tensor]:
-    """Block tables and lengths on a device; a dict of given ones is returned as it is."""
+    """Returns block tables and lengths on a device; `device` may be a dict of them already."""
     if isinstance(device, dict):
         return device
     kv_lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
@@ -46,9 +43,6 @@ def arrays(inputs, device) -> dict[str, torch.Tensor]:
 
 def pools_of(inputs) -> tuple:
     return inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
-
-
-# Each call takes the inputs, the target, the place of the lengths, and options instead of its own.
 
 
 def context(inputs, target, on="cpu", **options):
@@ -101,7 +95,7 @@ def varlen(inputs, target, on="cpu", **options):
 
 
 def places(target) -> list[str]:
-    """Devices that lengths may be on."""
+    """Returns the devices that lengths may be on."""
     return ["cpu"] if target.device == "cpu" else ["cpu", target.device]
 
 
@@ -146,10 +140,45 @@ def test_calls(target, call, changes):
 
 @WITH_OPTIONS
 @OF_CALLS
-def test_plans_for_the_longest_requests(call, changes, monkeypatch):
-    """Takes, on the CPU, the path for lengths on a GPU that the host does not read."""
-    monkeypatch.setattr(FmhaLengths, "on_host", property(lambda self: False))
-    test_calls(types.SimpleNamespace(device="cpu", backend="cpu"), call, changes)
+def test_plans_for_the_longest_requests(unread_lengths, call, changes):
+    test_calls(unread_lengths, call, changes)
+
+
+def close(result, other) -> None:
+    """On a GPU kernels of prefill and of decode round differently."""
+    torch.testing.assert_close(result, other, rtol=2e-2, atol=4e-3)
+
+
+def test_calls_by_position(target):
+    """The first arguments are in FlashInfer's order."""
+    inputs = build(DECODE, device=target.device)
+    work, table = runner.workspace(target.device), table_of(inputs)
+    lens, (k, v) = torch.tensor(DECODE.kv_lens, dtype=torch.int32), pools_of(inputs)
+    expected, lse = decode(inputs, target, return_lse=True)
+    scaled = decode(inputs, target, bmm2_scale=0.5)
+    q, scale = inputs.q, DECODE.scale
+    check(inputs, (expected, lse))
+    tail = (-1, None, None, None, None)
+    by_position = preflash.trtllm_batch_decode_with_kv_cache(
+        q, inputs.cache, work, table, lens, 77, scale, 0.5, *tail, None, "HND"
+    )
+    close(by_position, scaled)
+    by_position = preflash.trtllm_batch_context_with_kv_cache(
+        q, inputs.cache, work, table, lens, 1, 77, scale, 0.5, 3, inputs.qo_indptr,
+        inputs.kv_indptr, *tail, "HND",
+    )  # fmt: skip
+    close(by_position, scaled)
+    by_position = preflash.cudnn_batch_decode_with_kv_cache(
+        q, k, v, scale, work, max_sequence_kv=77, actual_seq_lens_kv=lens, block_tables=table
+    )
+    close(by_position, expected)
+    inputs = build(VARLEN, device=target.device)
+    offsets = (inputs.qo_indptr, inputs.kv_indptr)
+    result = preflash.fmha_varlen(
+        inputs.q, inputs.k, inputs.v, *offsets, None, 33, None, None, True, VARLEN.scale,
+        None, None, None, None, True,
+    )  # fmt: skip
+    check(inputs, result)
 
 
 def test_context_without_a_mask(target):
@@ -219,7 +248,7 @@ def test_offsets_follow_strides(target):
     assert torch.equal(cudnn_decode(one, target, batch_offsets_q=ELEMENTS[:2]), expected)
 
 
-# Bits of queries that are causal: a word of 32 bits each.
+# A word of 32 bits for each query: causal.
 CAUSAL = torch.tensor([1, 3, 7]).repeat(3, 1).to(torch.int32)[..., None].view(torch.uint16)
 
 
@@ -240,7 +269,7 @@ TREES = {
 
 
 def words_of(tree: torch.Tensor) -> torch.Tensor:
-    """The mask argument for a tree: a bit for each draft that a query keeps."""
+    """Returns the mask argument for a tree: a bit for each draft that a query keeps."""
     words = (tree.to(torch.int32) << torch.arange(tree.shape[-1])).sum(-1, dtype=torch.int32)
     return words[..., None].view(torch.uint16)
 
@@ -263,7 +292,7 @@ def test_draft_trees(target, tree, changes):
 
 
 def test_draft_trees_are_exact_means(target):
-    """Every mask of two queries: with equal logits an output counts the keys that are kept."""
+    """With equal logits an output counts the keys that are kept, by every mask of two queries."""
     case = dataclasses.replace(DRAFTS, qo_lens=(2,) * 16, kv_lens=(2, 3) * 8, num_kv_heads=4)
     inputs = build(case, device=target.device)
     k, v = inputs.cache
@@ -283,7 +312,7 @@ def test_draft_trees_are_exact_means(target):
 
 
 def two_tables(inputs, first: int) -> torch.Tensor:
-    """Tables of K and of V pages that alternate in one pool, as in TensorRT-LLM."""
+    """Returns tables of K and of V pages that alternate in one pool, as in TensorRT-LLM."""
     table = table_of(inputs)
     tables = torch.stack([2 * table + first, 2 * table + 1 - first], dim=1)
     tables[tables > 10**6] = 7 - first  # unused entries
@@ -320,7 +349,7 @@ def test_fmha_varlen(target, mask):
 
 
 def by_rows(**options):
-    """decode() of the rows that cum_seq_lens_q gives."""
+    """Makes options of decode() with the rows that cum_seq_lens_q gives."""
     return lambda i: {"cum_seq_lens_q": i.qo_indptr, "q_len_per_req": None, **options}
 
 

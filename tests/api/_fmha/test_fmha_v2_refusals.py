@@ -1,4 +1,4 @@
-"""Bad arguments of trtllm_fmha_v2_prefill are refused by name, before anything is written."""
+"""trtllm_fmha_v2_prefill refuses bad arguments by name, before anything is written."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def entry(name: str, index: int, value: int):
 
 
 def part(index: int, function):
-    """Another tensor in the tuple of qkv."""
+    """Changes one tensor in the tuple of qkv."""
     return change("qkv", lambda qkv: (*qkv[:index], function(qkv[index]), *qkv[index + 1 :]))
 
 
@@ -46,9 +46,7 @@ REFUSED = [
     (SEPARATE, ValueError, [
         (put(input_layout="QKV"), "input_layout='QKV'.*PACKED"),
         (part(0, lambda t: t[..., 0]), r"qkv\[0\] has shape"),
-        (part(1, lambda t: t[..., 0]), r"qkv\[1\] has shape"),
         (part(2, lambda t: t[:-1]), "qkv: v has shape"),
-        (part(2, lambda t: t[:, :1]), "qkv: v has shape"),
         (part(1, lambda t: t[..., :32]), "head_dim 32 and q"),
         (part(0, lambda t: t[:, :3]), "q has 3 heads and k 2"),
         (change("workspace_buffer", lambda t: t[::2]), "workspace_buf"),
@@ -60,12 +58,10 @@ REFUSED = [
         (entry("seq_lens", 1, 89), r"\[1\] = 89.*agree"),
         (change("cum_seq_lens_q", lambda t: t[:-1]), "cum_seq_lens_q has"),
         (entry("cum_seq_lens_q", 2, 1), r"cum_seq_lens_q\[2\] = 1"),
-        (entry("cum_seq_lens_q", 0, -1), r"cum_seq_lens_q\[0\] = -1"),
         (entry("cum_seq_lens_q", -1, 999), r"cum_seq_lens_q\[-1\]"),
         (change("cum_seq_lens_kv", lambda t: t + 9), "cum_seq_lens_kv"),
         (put(max_q_len=69), "max_q_len=69: request 3"),
         (put(max_kv_len=89), "max_kv_len=89: request 1"),
-        (put(max_kv_len=-1), "max_kv_len=-1"),
         (put(block_tables=torch.zeros(4, 9, dtype=torch.int32)), "block_tables is given"),
         (put(bmm1_scale=math.inf), "bmm1_scale"),
         (put(bmm1_scale=torch.ones(2)), "bmm1_scale has 2"),
@@ -73,15 +69,11 @@ REFUSED = [
         (put(bmm2_scale=math.nan), "bmm2_scale"),
         (put(mask_mode="full"), "mask_mode='full'"),
         (put(mask_mode="chunked", chunked_attention_size=48), "chunked_attention_size=48"),
-        (put(mask_mode="chunked"), "chunked_attention_size=0"),
-        (put(chunked_attention_size=-4), "chunked_attention_size=-4"),
         (put(chunked_attention_size=3), "chunked_attention_size=3"),
         (put(window_left=-2), "window_left=-2"),
         (put(pos_encoding_mode="rope"), "pos_encoding_mode='rope'"),
         (put(logits_soft_cap_scale=-3.0), "logits_soft_cap_scale=-3"),
-        (put(logits_soft_cap_scale=1e-30), "logits_soft_cap_scale"),
         (put(**{FACTOR: -1.0}), f"{FACTOR}=-1.0"),
-        (put(**{FACTOR: math.inf}), FACTOR),
         (put(**{FACTOR: math.nan}), FACTOR),
         (put(**{FACTOR: 5.0}), f"{FACTOR}=5.0 with save"),
         (put(sinks=torch.zeros(3)), "sinks has shape"),
@@ -92,7 +84,6 @@ REFUSED = [
     ]),
     (PACKED, ValueError, [
         (change("qkv", lambda t: t[:, :2]), r"qkv has shape.*3, num"),
-        (change("qkv", lambda t: t[..., 0]), "qkv has shape"),
         (change("cum_seq_lens_kv", lambda t: t - 1), "PACKED_QKV"),
     ]),
     (CONTIGUOUS, ValueError, [
@@ -115,10 +106,8 @@ REFUSED = [
     (SEPARATE, TypeError, [
         (put(input_layout=3), "input_layout"),
         (put(input_layout="PACKED_QKV"), "qkv must be.*3"),
-        (put(input_layout="CONTIGUOUS_Q_KV"), "qkv.*of 3"),
         (part(0, lambda t: t.tolist), "qkv"),
         (part(1, lambda t: t.bfloat16()), "qkv: k is"),
-        (part(2, lambda t: t.float()), "qkv: v is"),
         (put(workspace_buffer=None), "workspace_b"),
         (put(batch_size=4.0), "batch_size"),
         (change("seq_lens", lambda t: t.long()), "seq_lens is"),
@@ -126,7 +115,6 @@ REFUSED = [
         (put(cum_seq_lens_kv=None), "cum_seq_lens_kv"),
         (put(bmm1_scale="one"), "bmm1_scale"),
         (put(mask_mode=None), "mask_mode"),
-        (put(**{FACTOR: True}), FACTOR),
         (put(**{FACTOR: torch.ones(1)}), FACTOR),
         (put(save_softmax_stats=2), "save_softmax_stats"),
         (put(sinks=torch.zeros(4).half()), "sinks is"),
@@ -138,7 +126,6 @@ REFUSED = [
         (put(input_layout="SEPARATE_Q_K_V"), "qkv.*of 2"),
     ]),
     (PACKED, TypeError, [
-        (put(input_layout="SEPARATE_Q_K_V"), "qkv"),
         (put(input_layout="Q_PAGED_KV_NHD"), "qkv must"),
         (change("qkv", lambda t: t.double()), "qkv=torch.float64"),
     ]),
@@ -191,7 +178,7 @@ def test_a_converted_output_of_any_stride():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_an_output_that_requires_grad_is_refused(dtype):
-    """Converted outputs too: autograd would record the copy, or refuse it too late."""
+    """A converted output is refused too: autograd would record its copy."""
     inputs = build(dataclasses.replace(SEPARATE, out_dtype=dtype, brings_out=True))
     leaf = torch.full_like(inputs.arguments["out"].float(), 7.0).to(dtype).requires_grad_()
     for out in (leaf, leaf.view(leaf.shape)):

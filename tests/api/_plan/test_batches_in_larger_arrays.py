@@ -1,4 +1,4 @@
-"""Batches that are a part of larger arrays: indptr that start anywhere, padded q, long masks."""
+"""Batches may be a part of larger arrays: indptr start anywhere, q is padded, masks are longer."""
 
 import contextlib
 import dataclasses
@@ -9,8 +9,7 @@ import preflash
 import pytest
 import torch
 from planned_cases import planned
-from preflash.testing import Case, MaskKind, build, compare, poison, reference, runner
-from preflash.testing.oracle import Pipeline
+from preflash.testing import Case, MaskKind, build, poison, runner
 
 BEFORE, AFTER = 3, 5
 RAGGED = Case("ragged", (9, 0, 33, 1), (40, 7, 90, 0), 4, 2, 64, mask=MaskKind.CAUSAL)
@@ -21,7 +20,7 @@ LAYOUTS = pytest.mark.parametrize("layout", ["NH", "HN"])
 
 
 def padded(rows: torch.Tensor, before: int = BEFORE, after: int = AFTER) -> torch.Tensor:
-    """The rows between others that hold NaN."""
+    """Returns the rows between others that hold NaN."""
     ends = [poison((n, *rows.shape[1:]), rows.dtype, rows.device) for n in (before, after)]
     return torch.cat([ends[0], rows, ends[1]])
 
@@ -77,7 +76,7 @@ def poisoned_memory():
 
 
 def planned_in_the_middle(case, target, where="cpu"):
-    """Inputs, a wrapper planned with arrays of a larger batch, and its keys and values."""
+    """Returns inputs, a wrapper planned with arrays of a larger batch, and its keys and values."""
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
     later = dataclasses.replace(
@@ -242,20 +241,3 @@ def test_masks_of_a_single_request(target):
         mask = torch.ones(shape, dtype=torch.bool, device=target.device)
         with pytest.raises(ValueError, match=r"custom_mask has shape .*flatten"):
             runner.single(inputs, backend=target.backend, custom_mask=mask)
-
-
-def test_decodes_before_prefills_in_one_cache(target):
-    """The prefills of a mixed batch: the engine cuts indptr and leaves the indices whole."""
-    case = Case("mixed", (1, 1, 20, 8), (50, 17, 60, 8), 4, 2, 64, page_size=16)
-    inputs = build(case, device=target.device)
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(runner.workspace(target.device))
-    qo_indptr, kv_indptr, last = (
-        array.cpu()[2:] for array in (inputs.qo_indptr, inputs.kv_indptr, inputs.last_page_len)
-    )
-    wrapper.plan(
-        qo_indptr - qo_indptr[0], kv_indptr, inputs.indices, last, 4, 2, page_size=16,
-        head_dim_qk=64, causal=True, q_data_type=case.dtype,
-    )  # fmt: skip
-    out, lse = wrapper.run(inputs.q[2:], inputs.cache, return_lse=True)
-    expected = reference(inputs, pipeline=Pipeline(case.scale, True)).map(lambda t: t[2:])
-    compare(out, lse, expected).check()

@@ -1,6 +1,4 @@
-"""A block table [batch_size, max_pages] in the place of a page list."""
-
-from __future__ import annotations
+"""A block table [batch_size, max_pages] may take the place of a page list."""
 
 import dataclasses
 
@@ -29,7 +27,7 @@ CASES = {
 
 
 def table_of(inputs, device) -> torch.Tensor:
-    """The page table as rows; entries of no request are no pages."""
+    """Returns the page table as rows, in which entries of no request are no pages."""
     indptr, indices = inputs.kv_indptr.cpu(), inputs.indices.cpu()
     width = int(indptr.diff().max()) + 3
     table = torch.full((inputs.case.batch_size, width), NO_PAGE, dtype=torch.int32)

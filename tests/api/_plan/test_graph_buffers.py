@@ -1,4 +1,4 @@
-"""Refused buffers of use_cuda_graph=True: missing ones, other shapes or dtypes, shared memory."""
+"""Constructors with use_cuda_graph=True refuse wrong buffers by name."""
 
 import preflash
 import pytest

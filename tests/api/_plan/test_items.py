@@ -1,4 +1,4 @@
-"""Multi-item scoring, a prefix and items that see it and themselves, against the float64 oracle."""
+"""Multi-item scoring: items see their prefix and themselves, as the float64 oracle does."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def items(device, kind=torch.uint16) -> dict:
 
 
 def made(case: Case, target):
-    """Inputs with the mask of the items, and a wrapper that is planned without one."""
+    """Returns inputs with the mask of the items, and a wrapper that is planned without one."""
     inputs, wrapper = planned(dataclasses.replace(case, mask=MaskKind.NONE), target)
     inputs = dataclasses.replace(inputs, case=case, masks=masks_of(case))
     return inputs, wrapper

@@ -1,6 +1,5 @@
-"""Page indices that are so many that they go to the device out of memory of their own, which the
-plans of a wrapper use in turns: nothing writes there while a plan or an upload needs its contents.
-"""
+"""Thousands of page indices go to the device out of memory of their own, which plans of a wrapper
+use in turns: nothing writes there while a plan or an upload needs its contents."""
 
 import copy
 import dataclasses
@@ -16,8 +15,6 @@ FEW = dataclasses.replace(MANY, name="few", kv_lens=(9, 11))  # few enough for t
 
 
 class Problem:
-    """A batch whose page indices are on the host, and its results by a wrapper of its own."""
-
     def __init__(self, target, case, seed: int = 0):
         self.inputs = build(case, device=target.device, index_device="cpu", seed=seed)
         wrapper = runner.planned(self.inputs, backend=target.backend)

@@ -1,13 +1,11 @@
-"""lengths_are_upper_bounds=True: plan() has upper bounds of the keys, run() reads their numbers."""
-
-from __future__ import annotations
+"""With lengths_are_upper_bounds=True plan() reads upper bounds of the keys, run() their lengths."""
 
 import dataclasses
 
 import preflash
 import pytest
 import torch
-from graph_stage import capture, recorder  # noqa: F401
+from graph_stage import Limits, Stage, capture
 from preflash.testing import Case, MaskKind, Sinks, build, runner
 from preflash.testing.case import Position
 from preflash.testing.inputs import as_nhd, pages_of
@@ -55,7 +53,7 @@ def lens_of(inputs, kv_lens) -> torch.Tensor:
 
 
 def bounded(inputs, target, **options):
-    """A wrapper that is planned for upper bounds, and the tensor that a run reads."""
+    """Returns a wrapper planned for upper bounds, and the lengths that its runs read."""
     lens = lens_of(inputs, inputs.case.kv_lens)
     wrapper = runner.planned(
         inputs, backend=target.backend, seq_lens=lens, lengths_are_upper_bounds=True, **options
@@ -63,8 +61,8 @@ def bounded(inputs, target, **options):
     return wrapper, lens
 
 
-def without_keys_behind(inputs, kv_lens):
-    """The inputs with NaN in the keys that a request does not have now."""
+def without_keys_after(inputs, kv_lens):
+    """Returns the inputs with NaN in the keys after each request's current length."""
     case = inputs.case
     inputs = dataclasses.replace(inputs, k=inputs.k.clone(), v=inputs.v.clone())
     for i, (now, bound) in enumerate(zip(kv_lens, case.kv_lens, strict=True)):
@@ -96,7 +94,7 @@ def test_numbers_of_keys_at_the_time_of_a_run(target, case, options):
     wrapper, lens = bounded(inputs, target)
     for kv_lens in runs_of(inputs.case):
         lens.copy_(lens_of(inputs, kv_lens))
-        given = without_keys_behind(inputs, kv_lens)
+        given = without_keys_after(inputs, kv_lens)
         out, lse = runner.run(wrapper, given)
         runner.compare(given, out, lse, expected_of(inputs, kv_lens)).check()
 
@@ -135,36 +133,26 @@ def test_options_of_a_run(target, case):
         runner.compare(given, out, lse, expected_of(given, kv_lens)).check()
 
 
-def test_a_graph_replays_the_lengths_of_the_time(target, recorder):  # noqa: F811
-    inputs = build(PAGED, device=target.device)
-    device, lens = target.device, lens_of(inputs, BOUNDS)
-    sizes = {"qo_indptr_buf": 6, "paged_kv_indptr_buf": 6, "paged_kv_last_page_len_buf": 5}
-    sizes["paged_kv_indices_buf"] = inputs.indices.numel()
-    buffers = {n: torch.zeros(s, dtype=torch.int32, device=device) for n, s in sizes.items()}
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(device), use_cuda_graph=True, backend=target.backend, **buffers
-    )
+def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
+    """Plans between replays overwrite the captured work list in its place."""
+    like = dataclasses.replace(PAGED, qo_lens=(), kv_lens=())
+    stage = Stage(like, Limits(batch=3, rows=40, pages=90), target)
+    lens, graph = torch.zeros(3, dtype=torch.int32, device=target.device), None
     options = {"seq_lens": lens, "lengths_are_upper_bounds": True}
-    runner.plan(wrapper, inputs, **options)
-    out = torch.empty_like(inputs.q)
-    lse = torch.empty(inputs.q.shape[:2], device=device)
-
-    def run():
-        wrapper.run(inputs.q, inputs.cache, out=out, lse=lse)
-
-    run()
-    graph = capture(recorder, device, run)
-    for kv_lens in RUNS:
-        lens.copy_(lens_of(inputs, kv_lens))
-        out.fill_(float("nan"))
-        graph.replay()
-        runner.compare(inputs, out, lse, expected_of(inputs, kv_lens)).check()
-    runner.plan(wrapper, inputs, **options)  # the same tensor
-    graph.replay()
-    runner.compare(inputs, out, lse, expected_of(inputs, RUNS[-1])).check()
+    batches = [((9, 20, 3), (100, 90, 7)), ((3, 0, 9), (40, 0, 64)), ((1, 1, 1), (3, 200, 17))]
+    for qo_lens, bounds in (*batches, *batches):
+        inputs = stage.make(qo_lens, bounds)
+        stage.plan(inputs, **options)
+        if graph is None:
+            graph = capture(recorder, target.device, stage.run)
+        for kv_lens in (bounds, tuple(n // 2 for n in bounds), (0, 0, 0)):
+            lens.copy_(lens_of(inputs, kv_lens))
+            stage.load(without_keys_after(inputs, kv_lens))
+            graph.replay()
+            stage.check(inputs, expected=expected_of(inputs, kv_lens))
     for other in ({}, {**options, "seq_lens": lens.clone()}):
         with pytest.raises(ValueError, match=r"a CUDA graph has captured a run.*seq_lens"):
-            runner.plan(wrapper, inputs, **other)
+            stage.plan(inputs, **other)
 
 
 def test_pod(target):
@@ -216,34 +204,33 @@ def test_outputs_lie_apart_from_the_lengths(target):
         wrapper.run(inputs.q, inputs.cache, out=memory)
 
 
-def test_refusals(target, monkeypatch):
-    inputs = build(PAGED, device=target.device)
-    lens = lens_of(inputs, BOUNDS)
+LENS = torch.tensor(BOUNDS, dtype=torch.int32)
+MASK = torch.ones(30 * 300 + 5 * 90 + 63 + 130, dtype=torch.bool)
+# Options of plan(), the error and a piece of its message.
+REFUSED = [
+    ({"seq_lens": None}, ValueError, "lengths_are_upper_bounds=True and seq_lens=None"),
+    ({"seq_lens": LENS[:4]}, ValueError, r"seq_lens has shape \(4,\)"),
+    ({"seq_lens": LENS.long()}, TypeError, r"seq_lens is torch.int64.*\.int\(\)"),
+    ({"seq_lens": torch.stack([LENS, LENS], 1)[:, 0]}, ValueError, "seq_lens .*contiguous"),
+    ({"lengths_are_upper_bounds": "yes"}, TypeError, "lengths_are_upper_bounds"),
+    ({"custom_mask": MASK}, NotImplementedError, "with a custom mask"),
+    ({"window_left": 9, "fixed_split_size": 64}, ValueError, "keys are not split under a window"),
+    # Lengths on the GPU are only read under PREFLASH_DEBUG.
+    ({"seq_lens": LENS + 1}, ValueError, r"seq_lens\[0\] = 301: must be in \[0, 300\]"),
+    # Without the flag, seq_lens repeats the lengths, here on the host.
+    ({"seq_lens": LENS - 1, "lengths_are_upper_bounds": False}, ValueError, r"seq_lens\[0\] = 299"),
+]
 
-    def plan(error, match, **options):
-        options = {"seq_lens": lens, "lengths_are_upper_bounds": True, **options}
-        with pytest.raises(error, match=match):
-            runner.planned(inputs, backend=target.backend, **options)
 
-    plan(ValueError, "lengths_are_upper_bounds=True and seq_lens=None", seq_lens=None)
-    plan(ValueError, r"seq_lens has shape \(4,\)", seq_lens=lens[:4])
-    plan(TypeError, r"seq_lens is torch.int64.*\.int\(\)", seq_lens=lens.long())
-    plan(ValueError, "seq_lens .*contiguous", seq_lens=torch.stack([lens, lens], 1)[:, 0])
-    plan(TypeError, "lengths_are_upper_bounds", lengths_are_upper_bounds="yes")
-    plan(
-        NotImplementedError, "with a custom mask",
-        custom_mask=torch.ones(30 * 300 + 5 * 90 + 63 + 130, dtype=torch.bool),
-    )  # fmt: skip
-    plan(ValueError, "keys are not split under a window", window_left=9, fixed_split_size=64)
-    # Without the flag seq_lens repeats the lengths and must agree with them.
-    if target.device == "cpu":
-        plan(ValueError, r"seq_lens\[0\] = 299", seq_lens=lens - 1, lengths_are_upper_bounds=False)
+@pytest.mark.parametrize(("options", "error", "says"), REFUSED)
+def test_refusals(target, monkeypatch, options, error, says):
     monkeypatch.setenv("PREFLASH_DEBUG", "1")
-    plan(
-        ValueError,
-        r"seq_lens\[1\] = 91: must be in \[0, 90\]",
-        seq_lens=lens_of(inputs, (300, 91, 7, 0, 130)),
-    )
+    given = {"seq_lens": LENS, "lengths_are_upper_bounds": True, **options}
+    if given["seq_lens"] is not None and given["lengths_are_upper_bounds"]:
+        given["seq_lens"] = target.to(given["seq_lens"])
+    inputs = build(PAGED, device=target.device)
+    with pytest.raises(error, match=says):
+        runner.planned(inputs, backend=target.backend, **given)
 
 
 def test_one_launch_of_mixed_requests(target):
@@ -263,7 +250,7 @@ def test_one_launch_of_mixed_requests(target):
         )  # fmt: skip
         for kv_lens in RUNS:
             lens.copy_(lens_of(inputs, kv_lens))
-            given = without_keys_behind(inputs, kv_lens)
+            given = without_keys_after(inputs, kv_lens)
             out, lse = wrapper.run(given.q, given.cache)
             runner.compare(given, out, lse, expected_of(inputs, kv_lens)).check()
 
@@ -288,7 +275,7 @@ def test_a_shared_prefix(target, decode):
     k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
     kv_lens = RUNS[3]
     lens.copy_(lens_of(inputs, kv_lens))
-    given = without_keys_behind(inputs, kv_lens)
+    given = without_keys_after(inputs, kv_lens)
     out = wrapper.forward(given.q, k, v, given.cache)
     parts = []
     for i, now in enumerate(kv_lens):

@@ -1,4 +1,4 @@
-"""Both wrappers of prefill with decode, driven alike, for tests of this folder."""
+"""Pod and BatchPod drive the two wrappers of prefill with decode alike."""
 
 import dataclasses
 
@@ -16,7 +16,6 @@ PREFILLS = Case(
 
 
 def alike(pair: tuple[Case, Case], **changes) -> tuple[Case, Case]:
-    """The pair with the same changes of both cases."""
     return tuple(dataclasses.replace(case, **changes) for case in pair)
 
 
@@ -67,7 +66,7 @@ class Pod:
         }
 
     def outputs(self) -> dict:
-        """Poisoned outputs of both sides, as options of run()."""
+        """Makes poisoned outputs of both sides, as options of run()."""
         made = {}
         for side, inputs in zip("pd", (self.prefill, self.decode), strict=True):
             case, rows = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
@@ -82,7 +81,7 @@ class Pod:
         return results
 
     def check(self, **options):
-        """run(), compared with the oracle."""
+        """Compares run() with the oracle."""
         results = self.run(**options)
         self.compare(results)
         return results

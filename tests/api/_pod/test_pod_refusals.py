@@ -1,5 +1,5 @@
-"""Refused calls of prefill with decode, as one launch or two: each names its argument, neither
-side is launched, and the wrapper works on."""
+"""A refused call of prefill with decode names its argument and launches neither side, and the
+wrapper works on."""
 
 import re
 
@@ -27,7 +27,7 @@ def pod(target, request):
 
 
 def on(memory, rows: int, *dims: int, dtype=torch.float16):
-    """[rows, HEADS, *dims] at the beginning of other memory."""
+    """Returns a tensor [rows, HEADS, *dims] at the beginning of other memory."""
     shape = torch.Size((rows, HEADS, *dims))
     return memory.view(-1).view(dtype)[: shape.numel()].view(shape)
 
@@ -52,12 +52,12 @@ def lse_on_out(pod):
 
 
 def pair(change):
-    """The decode side's cache as (k, v), changed."""
+    """Changes the decode side's cache, as (k, v)."""
     return lambda pod: {"paged_kv_cache_d": tuple(change(x) for x in (pod.decode.k, pod.decode.v))}
 
 
 def placed(name: str, output: str, memory, other: str):
-    """A row of the table: an output at the beginning of other memory."""
+    """Returns a row of the table, with an output at the beginning of other memory."""
 
     def place(pod):
         rows = ROWS if name.endswith("_p") else 2

@@ -24,7 +24,7 @@ def with_dtypes(case: Case, q, kv=None, out=None, **changes) -> Case:
     return dataclasses.replace(case, dtype=q, kv_dtype=kv, o_dtype=out, **changes)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: "-".join(map(str, dtypes)))
 @pytest.mark.parametrize("as_tensors", [False, True])
 @both_cases
 def test_one_factor_for_a_tensor(target, case, dtypes, as_tensors):
@@ -107,7 +107,7 @@ PLAN = [
 ]
 
 
-@pytest.mark.parametrize(("q", "kv", "out", "error", "why"), PLAN, ids=str)
+@pytest.mark.parametrize(("q", "kv", "out", "error", "why"), PLAN)
 def test_plan_refuses(target, q, kv, out, error, why):
     inputs, wrapper = planned(dataclasses.replace(PAGED, dtype=HALF), target)
     with pytest.raises(error, match=why):
@@ -138,7 +138,7 @@ def test_run_refuses(target, case, name, spoil, error, why):
 
 
 @pytest.mark.parametrize("name", ["scale_q", "scale_k", "scale_v"])
-@pytest.mark.parametrize("kv", [None, E4M3], ids=str)
+@pytest.mark.parametrize("kv", [None, E4M3])
 def test_factors_of_heads_are_for_fp8(target, kv, name):
     inputs, wrapper = planned(with_dtypes(RAGGED, HALF, kv), target)
     factors = {name: torch.ones(4 if name == "scale_q" else 2, device=target.device)}
@@ -147,15 +147,6 @@ def test_factors_of_heads_are_for_fp8(target, kv, name):
             runner.run(wrapper, inputs, **factors)
     else:
         runner.compare(inputs, *runner.run(wrapper, inputs, **factors)).check()
-
-
-def test_tensors_of_another_dtype(target):
-    inputs, wrapper = planned(with_dtypes(RAGGED, BFLOAT, E4M3), target)
-    with pytest.raises(TypeError, match=r"k is torch.float8_e5m2; must be torch.float8_e4m3fn"):
-        wrapper.run(inputs.q, inputs.k.view(E5M2), inputs.v)
-    with pytest.raises(TypeError, match=r"v is torch.bfloat16; must be torch.float8_e4m3fn"):
-        wrapper.run(inputs.q, inputs.k, inputs.v.bfloat16())
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
 
 
 def test_outputs_share_no_memory_with_factors(target):

@@ -34,7 +34,7 @@ every_magnitude = pytest.mark.parametrize("magnitude", MAGNITUDES)
 
 
 def tensors(pattern: str, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """Rows of M, -M, 0 and ordinary logits, in one warp's share of a tile."""
+    """Returns q, k, v with rows of M, -M, 0 and ordinary logits in one warp's share of a tile."""
     q = torch.zeros(TOKENS, 4, HEAD_DIM, dtype=dtype)
     row = torch.arange(TOKENS * 4).reshape(TOKENS, 4)
     q[..., 0] = torch.tensor([256.0, -256.0, 0.0, 256.0, 128.0])[row % 5].to(dtype)
@@ -52,12 +52,12 @@ def single(target, q, k, v, sm_scale: float, **options):
 
 
 def logits_of(q, k, sm_scale: float) -> torch.Tensor:
-    """Float64 logits, [heads, tokens, keys]."""
+    """Computes the float64 logits [heads, tokens, keys]."""
     return torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) * sm_scale
 
 
 def attention(logits, v):
-    """Float64 output, [tokens, heads, head_dim], and base-2 LSE."""
+    """Computes the float64 output [tokens, heads, head_dim] and the base-2 LSE."""
     out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v.double().repeat_interleave(2, 1))
     return out, logits.logsumexp(-1).T / math.log(2.0)
 
@@ -84,7 +84,7 @@ def assert_right(target, got, logits, v, keep: torch.Tensor | None = None) -> No
     torch.testing.assert_close(lse[rows], expected_lse[rows], rtol=1e-6, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_magnitude
 @every_pattern
 def test_single(target, pattern, magnitude, dtype):

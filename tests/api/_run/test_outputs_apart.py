@@ -17,7 +17,7 @@ TOKENS = sum(CASE.qo_lens)
 
 
 def on(memory: torch.Tensor, like: torch.Tensor, begin: int = 0, *, lse: bool = False):
-    """A tensor like q, or one for its LSE, in other memory from an element of its own on."""
+    """Returns a tensor like q, or for its LSE, in other memory from one of its elements on."""
     shape, dtype = (like.shape[:2], torch.float32) if lse else (like.shape, like.dtype)
     return memory.view(-1)[begin:].view(dtype)[: shape.numel()].view(shape)
 

@@ -1,16 +1,15 @@
-"""Repeated runs: tensors' properties are checked once, and a run for others like them finds its
-launch in C++. Any difference is checked, so that no result or refusal depends on earlier runs."""
+"""Properties of tensors are checked once, and runs for equal ones find their launch in C++
+(test_call_times.py); no result or refusal depends on earlier runs."""
 
 import dataclasses
-import gc
+import functools
 import math
-import weakref
 
 import pytest
 import torch
-from planned_cases import planned
+from interpreter_steps import interpreter_steps
+from planned_cases import planned, tensors
 from preflash import _core
-from preflash._check import tensors as _tensors
 from preflash._check import torch_modes
 from preflash.testing import Case, KvForm, MaskKind, build, runner
 from torch.autograd import forward_ad
@@ -26,10 +25,6 @@ CASES = [
 ]
 
 
-def tensors(inputs):
-    return [inputs.q, inputs.cache] if inputs.case.paged else [inputs.q, inputs.k, inputs.v]
-
-
 def copied(given):
     """Copies the tensors, as another layer's cache would be."""
     if isinstance(given, (list, tuple)):
@@ -38,69 +33,61 @@ def copied(given):
     return copy.copy_(given)
 
 
-@pytest.fixture
-def checks(monkeypatch):
-    """Counts the runs whose tensors are checked."""
-    counted, original = [], _tensors.bind
-    monkeypatch.setattr(_tensors, "bind", lambda *a: counted.append(a) or original(*a))
-    return counted
-
-
 def older_torch():
-    """C++ reads tensors by their methods, as it does under an older torch."""
+    """Returns the seam by which C++ reads tensors under an older torch: by their methods."""
     return _core.Torch(object, torch.jit.is_tracing, torch.is_grad_enabled, torch.autograd)
 
 
 @pytest.fixture(params=["by table", "by methods"])
-def reading(request, monkeypatch):
+def _reading(request, monkeypatch):
     if request.param == "by methods":
         monkeypatch.setattr(torch_modes, "TORCH", older_torch())
 
 
+@pytest.mark.usefixtures("_reading")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_checks_are_not_repeated(case, target, reading, checks):
-    """Each kind of run has its launch, for every layer and for later plans of the same options."""
+def test_runs_of_every_form_for_other_tensors(case, target):
+    """Each form of run() has its launch, for every layer and for later plans."""
     inputs, wrapper = planned(case, target)
     rows = inputs.q.shape[:2]
-    for _ in range(3):
-        out = wrapper.run(*copied(tensors(inputs)))
-        runner.compare(inputs, out, None).check()
-        into = torch.full_like(out, float("nan"))
-        assert wrapper.run(*copied(tensors(inputs)), out=into) is into
-        runner.compare(inputs, into, None).check()
-        out, lse = wrapper.run(*tensors(inputs), return_lse=True)
-        runner.compare(inputs, out, lse).check()
-        into = torch.full(rows[::-1], float("nan"), device=target.device)
-        for buffer in ({}, {"lse": into}):
-            options = {"return_lse": True, "lse_layout": "HN", **buffer}
-            assert torch.equal(wrapper.run(*tensors(inputs), **options)[1], lse.T)
-        into = torch.full(rows, float("nan"), device=target.device)
-        runner.compare(inputs, wrapper.run(*tensors(inputs), lse=into), into).check()
-        natural = wrapper.run(*tensors(inputs), return_lse=True, lse_base="ln")[1]
-        torch.testing.assert_close(natural, lse * math.log(2.0))
-    assert len(checks) == 6  # a base is a factor, not a launch
-    for options, count in (({}, 6), ({}, 6), ({"sm_scale": 0.5}, 6), ({"window_left": 20}, 7)):
+    for options in ({}, {}, {"sm_scale": 0.5}, {"window_left": 20}, {}):
         runner.plan(wrapper, inputs, **options)
-        out = wrapper.run(*copied(tensors(inputs)))
+        for _ in range(3):
+            results = [(wrapper.run(*copied(tensors(inputs))), None)]
+            into = torch.full_like(inputs.q[..., : case.dim_vo], float("nan"))
+            assert wrapper.run(*copied(tensors(inputs)), out=into) is into
+            results.append((into, None))
+            out, lse = wrapper.run(*tensors(inputs), return_lse=True)
+            results.append((out, lse))
+            into = torch.full(rows[::-1], float("nan"), device=target.device)
+            for buffer in ({}, {"lse": into}):
+                form = {"return_lse": True, "lse_layout": "HN", **buffer}
+                assert torch.equal(wrapper.run(*tensors(inputs), **form)[1], lse.T)
+            into = torch.full(rows, float("nan"), device=target.device)
+            results.append((wrapper.run(*tensors(inputs), lse=into), into))
+            for out, into in results:
+                assert torch.equal(out, results[0][0])
+                assert into is None or torch.equal(into, lse)
+            natural = wrapper.run(*tensors(inputs), return_lse=True, lse_base="ln")[1]
+            torch.testing.assert_close(natural, lse * math.log(2.0))
         if not options:
-            runner.compare(inputs, out, None).check()
-        assert len(checks) == count
+            runner.compare(inputs, results[0][0], lse).check()
 
 
-def test_the_cache_of_launches_is_bounded(target, checks):
+def test_few_launches_are_kept(target):
+    """Python makes a launch again after launches for many other shapes of q."""
     inputs, wrapper = planned(RAGGED, target)
     q, k, v = tensors(inputs)
     longer = [torch.cat([q, q.new_zeros(n, *q.shape[1:])]) for n in range(70)]
     for n in (0, *range(70), 69, 68):
         found = wrapper.run(longer[n], k, v)
         runner.compare(inputs, found[: q.shape[0]], None).check()
-    assert len(checks) == 70
-    wrapper.run(q, k, v)
-    assert len(checks) == 71
+    run = functools.partial(wrapper.run, q, k, v)
+    first, _, third = (interpreter_steps(run) for _ in range(3))
+    assert third < first / 4
 
 
 def wider(t):
-    """The same tensor with other strides."""
     memory = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype, device=t.device)
     return memory[..., : t.shape[-1]].copy_(t)
 
@@ -171,7 +158,7 @@ def test_another_tensor_after_two_runs(target, place, change):
             if older:
                 patch.setattr(torch_modes, "TORCH", older_torch())
             inputs, wrapper = planned(case, target)
-        usual, options = tensors(inputs), {}
+        usual, options = list(tensors(inputs)), {}
         if place == "first_of_pair":
             usual[1] = (inputs.cache[:, 0], inputs.cache[:, 1])
         if place in ("out", "q_with_out"):
@@ -293,26 +280,3 @@ def test_pages_beyond_a_cache_that_passed(target):
     runner.plan(wrapper, dataclasses.replace(inputs, indices=beyond))
     with pytest.raises(ValueError, match=f"paged_kv_indices holds {cache.shape[0]}; "):
         wrapper.run(q, cache)
-
-
-def test_another_plan_forgets_the_run(target):
-    """Repeated runs belong to one plan: the next plan has other lengths."""
-    inputs, wrapper = planned(RAGGED, target)
-    shorter = dataclasses.replace(RAGGED, qo_lens=(30, 5, 3, 70))
-    for one in (inputs, build(shorter, device=target.device), inputs):
-        runner.plan(wrapper, one)
-        for _ in range(2):
-            runner.compare(one, wrapper.run(*tensors(one)), None).check()
-
-
-def test_a_replaced_plan_is_freed_at_once(target):
-    inputs, wrapper = planned(PAGED, target)
-    for _ in range(3):
-        wrapper.run(*tensors(inputs))
-    variant = weakref.ref(wrapper._plan.default_variant)
-    gc.disable()
-    try:
-        runner.plan(wrapper, inputs)
-        assert variant() is None
-    finally:
-        gc.enable()

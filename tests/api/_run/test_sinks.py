@@ -1,5 +1,4 @@
-"""Sinks, one more logit of each row of a head, come with a run: rows without keys, what differs
-from run to run, values, and refusals. test_cases.py has their cases."""
+"""Sinks, one more logit of each row of a head, come with a run; test_cases.py has their cases."""
 
 import dataclasses
 
@@ -113,7 +112,7 @@ def freed(t):
 
 
 def freed_view(t):
-    """View of freed storage past its first elements: its address is not null."""
+    """Returns a view of freed storage, whose address is not null."""
     t = torch.cat([t.new_zeros(1000), t])[1000:]
     t.untyped_storage().resize_(0)
     return t
@@ -138,9 +137,8 @@ refused = pytest.mark.parametrize(("spoil", "error", "why"), REFUSED.values(), i
 
 
 @refused
-@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
-def test_refusals_of_run(target, case, spoil, error, why):
-    inputs, wrapper = planned(case, target)
+def test_refusals_of_run(target, spoil, error, why):
+    inputs, wrapper = planned(RAGGED, target)
     for seen in range(2):
         if seen:
             runner.run(wrapper, inputs, sinks=values(target.device))
@@ -180,10 +178,3 @@ def test_outputs_share_no_memory_with_sinks(target, case):
     beside = torch.empty(lse.numel() + HEADS, device=target.device)
     lse, sinks = beside[:-HEADS].view(lse.shape), beside[-HEADS:]
     wrapper.run(*tensors, lse=lse, sinks=sinks.zero_())
-
-
-def test_run_before_plan(target):
-    wrapper = runner.make_wrapper(RAGGED, backend=target.backend, device=target.device)
-    x = torch.zeros(1, HEADS, 64, device=target.device)
-    with pytest.raises(ValueError, match="plan"):
-        wrapper.run(x, x, x, sinks=values(target.device))

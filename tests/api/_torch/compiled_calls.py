@@ -1,4 +1,4 @@
-"""Calls of this package as functions of tensors, which torch.compile takes."""
+"""Each public call is here a function of tensors, which torch.compile takes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import preflash
 import torch
 from fuzz.guarded import bits
+from planned_cases import planned
 from preflash.testing import Case, KvForm, build, runner
 
 PAGED = Case("paged", (33, 5, 0), (40, 90, 7), 4, 2, 64, page_size=4)
@@ -31,19 +32,12 @@ class Call:
         self.operators = set(self.operators.split())
 
     def fresh(self) -> list[torch.Tensor]:
-        """The tensors, and copies of those that are written."""
+        """Returns the tensors, with copies of those that are written."""
         return [t.clone() if i in self.written else t for i, t in enumerate(self.tensors)]
 
 
-def planned(case: Case, target, buffer=None):
-    inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device, buffer=buffer)
-    runner.plan(wrapper, inputs)
-    return wrapper, inputs
-
-
 def paged(target) -> Iterator[Call]:
-    wrapper, inputs = planned(PAGED, target)
+    inputs, wrapper = planned(PAGED, target)
     qkv = [inputs.q, *inputs.cache]
     forward, with_lse = wrapper.forward, wrapper.forward_return_lse
     window = {"window_left": 9, "v_scale": 0.5, "q_scale": 2}
@@ -54,7 +48,7 @@ def paged(target) -> Iterator[Call]:
     yield Call(
         "forward_lse", "forward_return_lse", qkv, lambda q, k, v: with_lse(q, (k, v), window_left=7)
     )
-    whole, inputs_whole = planned(WHOLE, target)
+    inputs_whole, whole = planned(WHOLE, target)
     cache = [inputs_whole.q, inputs_whole.cache]
     scaled = [*cache, target.to(torch.tensor([0.5, -1.0, 2.0, -torch.inf])), torch.tensor([0.7])]
     yield Call("whole_cache", "run", cache, lambda q, kv: whole.run(q, kv))
@@ -64,7 +58,7 @@ def paged(target) -> Iterator[Call]:
 
 
 def ragged(target) -> Iterator[Call]:
-    wrapper, inputs = planned(RAGGED, target)
+    inputs, wrapper = planned(RAGGED, target)
     qkv = [inputs.q, inputs.k, inputs.v]
     out, lse = torch.empty_like(inputs.q), inputs.q.new_empty(4, 38, dtype=torch.float32)
     by_head = {"lse_layout": "HN", "lse_base": "ln"}
@@ -228,7 +222,7 @@ def pages(target) -> Iterator[Call]:
 
 @functools.cache
 def calls_of(target) -> dict[str, Call]:
-    """By name; made once."""
+    """Returns the calls by name; they are made once."""
     kinds = (paged, ragged, single, other_wrappers, blocks, merges, masks, pages)
     return {call.name: call for kind in kinds for call in kind(target)}
 

@@ -1,10 +1,11 @@
 """Calls whose gradient or trace would silently miss our kernels are refused; traces that can hold
-the calls do, and modes that only watch work as ever."""
+the calls do, and modes that watch change nothing."""
 
 import preflash
 import pytest
 import torch
-from compiled_calls import ONE, RAGGED, as_list, assert_same, calls_of, planned
+from compiled_calls import ONE, RAGGED, as_list, assert_same, calls_of
+from planned_cases import planned
 from preflash.testing import Case, KvForm, build, runner
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,7 +21,7 @@ EVERY = [*DIFFERENTIABLE, "packbits", "segment_packbits"]
 
 
 class Entry:
-    """A call on tensors that are differentiable or traceable, and its right result."""
+    """A call on tensors that are differentiable or traceable, and the expected result."""
 
     def __init__(self, name, target):
         self.name, call = name, calls_of(target)[name]
@@ -32,7 +33,7 @@ class Entry:
         assert_same(got, self.expected)
 
     def with_one(self, change):
-        """The tensors with one that change(t) makes, for every float tensor."""
+        """Yields the tensors with one of them changed, for every float tensor."""
         for i in self.floats:
             tensors = [t.detach() for t in self.fresh()]
             tensors[i] = change(tensors[i])
@@ -102,7 +103,7 @@ OPTIONS = {
 @pytest.mark.parametrize("runs_before", [0, 2])
 def test_an_option_that_requires_grad(target, name, runs_before):
     """Autograd would go on with the values of an output that are overwritten."""
-    wrapper, inputs = planned(RAGGED, target)
+    inputs, wrapper = planned(RAGGED, target)
     tensors = (inputs.q, inputs.k, inputs.v)
     expected, plain = wrapper.run(*tensors), OPTIONS[name](inputs.q)
     for _ in range(runs_before):
@@ -120,14 +121,13 @@ def test_an_option_that_requires_grad(target, name, runs_before):
 
 
 def append_arguments(target):
-    """A row, a cache, and the other arguments of append_paged_kv_cache."""
+    """Returns a row, a cache, and the other arguments of append_paged_kv_cache."""
     row, cache = target.to(torch.ones(1, 2, 8)), target.to(torch.zeros(4, 2, 4, 2, 8))
     zero, one = (target.to(torch.tensor(n, dtype=torch.int32)) for n in ([0], [1]))
     return row, cache, zero, (zero, torch.cat([zero, one]), one)
 
 
 def test_a_cache_that_requires_grad(target):
-    """Refuses a cache that requires grad, since the call writes it."""
     row, cache, zero, table = append_arguments(target)
     value = leaf(cache)
     with pytest.raises(NotImplementedError, match=r"^k_cache requires grad"):
@@ -138,11 +138,9 @@ def test_a_cache_that_requires_grad(target):
     assert value.sum().item() == row.numel() * 2
 
 
-def writes_of_run(target, with_lse):
-    wrapper, inputs = planned(RAGGED, target)
-    outputs = {"out": torch.empty_like(inputs.q)}
-    if with_lse:
-        outputs["lse"] = OPTIONS["lse"](inputs.q)
+def writes_of_run(target, *names):
+    inputs, wrapper = planned(RAGGED, target)
+    outputs = {name: OPTIONS[name](inputs.q) for name in names}
     return lambda: wrapper.run(inputs.q, inputs.k, inputs.v, **outputs), list(outputs.values())
 
 
@@ -168,10 +166,10 @@ def writes_of_append(target):
     return lambda: preflash.append_paged_kv_cache(row, row, zero, zero, cache, *table), [cache]
 
 
-# Calls that write into tensors of the caller's: (the call, what it writes).
+# Functions that return a call and the caller's tensors that it writes.
 WRITES = {
-    "run": lambda target: writes_of_run(target, False),
-    "run_with_lse": lambda target: writes_of_run(target, True),
+    "run": lambda target: writes_of_run(target, "out"),
+    "run_with_lse": lambda target: writes_of_run(target, "out", "lse"),
     "pod": writes_of_pod,
     "merge_state_in_place": writes_of_merge,
     "append": writes_of_append,
@@ -196,9 +194,6 @@ def test_saved_tensors_are_not_overwritten_unseen(target, name, runs_before):
         WRITES[name](target)[0]()
 
 
-# Traces, and modes that watch.
-
-
 def test_jit_trace(entry):
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace.*trace would hold none"):
         torch.jit.trace(entry.call, tuple(entry.fresh()), check_trace=False)
@@ -208,7 +203,7 @@ def test_jit_trace(entry):
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("pre_dispatch", [False, True], ids=["post_dispatch", "pre_dispatch"])
 def test_make_fx(entry, tracing_mode, pre_dispatch):
-    """A trace holds the call as an operator: it computes again on other values."""
+    """A trace holds the call as an operator, and computes other values."""
     if entry.name == "segment_packbits" and tracing_mode != "real":
         pytest.skip("the size of its result is in the values")
     trace = make_fx(entry.call, tracing_mode=tracing_mode, pre_dispatch=pre_dispatch)
@@ -259,7 +254,7 @@ def test_checkpoint(entry, use_reentrant):
 
 
 def test_a_graph_that_breaks(target):
-    """segment_packbits has a size that depends on values, where torch breaks the graph."""
+    """torch breaks a graph at segment_packbits, whose result has a size that depends on values."""
     torch._dynamo.reset()
     entry = Entry("segment_packbits", target)
 

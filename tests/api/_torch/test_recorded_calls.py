@@ -1,17 +1,18 @@
-"""Graphs of make_fx and torch.export, which may outlive a wrapper or its process; fake tensors."""
+"""Graphs of make_fx and torch.export may outlive a wrapper or its process."""
 
 import gc
 
 import pytest
 import torch
-from compiled_calls import NAMES, PAGED, RAGGED, as_list, assert_same, calls_of, planned
+from compiled_calls import NAMES, PAGED, RAGGED, as_list, assert_same, calls_of
+from planned_cases import planned
 from preflash.testing import runner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def test_a_wrapper_that_is_gone(target):
-    wrapper, inputs = planned(RAGGED, target)
+    inputs, wrapper = planned(RAGGED, target)
     tensors = (inputs.q, inputs.k, inputs.v)
     graph = make_fx(wrapper.run)(*tensors)
     assert_same(graph(*tensors), wrapper.run(*tensors))
@@ -22,18 +23,20 @@ def test_a_wrapper_that_is_gone(target):
 
 
 def test_a_wrapper_of_another_process(target):
-    wrapper, inputs = planned(RAGGED, target)
+    inputs, wrapper = planned(RAGGED, target)
     tensors = (inputs.q, inputs.k, inputs.v)
-    name = wrapper._recorded_name
-    assert_same(torch.ops.preflash.run(name, *tensors), wrapper.run(*tensors))
+    graph = make_fx(wrapper.run)(*tensors)
+    (node,) = (node for node in graph.graph.nodes if str(node.target).startswith("preflash.run"))
+    node.update_arg(0, f"{node.args[0]}@0123456789abcdef")
+    graph.recompile()
     with pytest.raises(ValueError, match="another process"):
-        torch.ops.preflash.run(f"{name}@0123456789abcdef", *tensors)
+        graph(*tensors)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(target, strict, tmp_path):
-    """An exported program runs, before and after it was saved, with the plan of that time."""
-    wrapper, inputs = planned(PAGED, target)
+    """A saved program runs as before, with the plan of the time."""
+    inputs, wrapper = planned(PAGED, target)
 
     class Layer(torch.nn.Module):
         def forward(self, q, k, v):
@@ -43,9 +46,8 @@ def test_export(target, strict, tmp_path):
     program = torch.export.export(Layer(), tensors, strict=strict)
     torch.export.save(program, tmp_path / "layer.pt2")
     loaded = torch.export.load(tmp_path / "layer.pt2").module()
-    positional, options = runner.plan_arguments(inputs)
     for causal in (False, True):
-        wrapper.plan(*positional, **{**options, "causal": causal})
+        runner.plan(wrapper, inputs, causal=causal)
         expected = wrapper.run(inputs.q, inputs.cache, return_lse=True)
         assert_same(program.module()(*tensors), expected)
         assert_same(loaded(*tensors), expected)

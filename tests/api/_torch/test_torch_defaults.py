@@ -1,5 +1,7 @@
-"""A caller's defaults of torch (device, dtype, inference mode) change no result: inputs, oracle and
-results are made under them."""
+"""A caller's defaults of torch (device, dtype, inference mode) change no result.
+
+Inputs, oracle and results are all made under them.
+"""
 
 import contextlib
 import math
@@ -10,9 +12,8 @@ import preflash
 import pytest
 import torch
 from planned_cases import planned
-from preflash.cli import check as self_test
+from preflash.cli import main
 from preflash.cli.batches import Sample, batches
-from preflash.cli.machine import Place
 from preflash.testing import Case, KvForm, MaskKind, build, oracle, runner
 
 HOST = {"dtype": torch.float32, "device": "cpu"}
@@ -61,8 +62,7 @@ def test_batch(surroundings, target, name):
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED])
 def test_single(surroundings, target, mask):
-    case = Case("single", (33,), (70,), 4, 2, 64, mask=mask)
-    inputs = build(case, device=target.device)
+    inputs = build(Case("single", (33,), (70,), 4, 2, 64, mask=mask), device=target.device)
     for _ in range(2):  # planned, then remembered
         out, lse = runner.single(inputs, backend=target.backend)
         runner.compare(inputs, out, lse).check()
@@ -72,9 +72,12 @@ def test_outputs_of_our_own(surroundings, target):
     case = Case("own", (33, 5), (40, 90), 4, 2, 64, dtype=torch.float16)
     inputs, wrapper = planned(case, target)
     out, lse = wrapper.run(inputs.q, inputs.k, inputs.v, return_lse=True)
-    assert out.dtype == torch.float16
-    assert lse.dtype == torch.float32
+    assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
     runner.compare(inputs, out, lse).check()
+
+
+def test_self_test(surroundings):
+    assert main(["check", "--quick", "--backend", "cpu"]) == 0
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])
@@ -111,15 +114,6 @@ def close(got, expected):
         assert torch.equal(one.isinf(), wanted.isinf())
         error = (one.double() - wanted).abs()[wanted.isfinite()]
         assert float(error.max()) <= 1e-5
-
-
-def test_self_test(surroundings):
-    """Runs the tests of `python -m preflash check --quick` on the CPU."""
-    place = Place("cpu", torch.device("cpu"), "CPU")
-    for area, test in self_test._tests(place, quick=True):
-        outcome = self_test.Outcome()
-        self_test._perform(test, outcome, area)
-        assert not outcome.failures
 
 
 @pytest.mark.parametrize("page_size", [0, 16])

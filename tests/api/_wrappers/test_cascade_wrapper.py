@@ -1,4 +1,4 @@
-"""MultiLevelCascadeAttentionWrapper against attention over the concatenated keys."""
+"""MultiLevelCascadeAttentionWrapper computes attention over the concatenated keys."""
 
 import copy
 
@@ -67,7 +67,7 @@ BF16 = {"q_data_type": torch.bfloat16}
 
 
 def made(target, levels=LEVELS, **options):
-    """A tree and a wrapper planned for it; options: of plan()."""
+    """Returns a tree and a wrapper planned for it; options: of plan()."""
     tree = Tree(target.device, levels)
     wrapper = preflash.MultiLevelCascadeAttentionWrapper(
         len(levels), runner.workspace(target.device), "NHD"
@@ -77,7 +77,7 @@ def made(target, levels=LEVELS, **options):
 
 
 def check(wrapper, tree, pipeline=None):
-    """One run against the oracle; pipeline: by default full attention."""
+    """Compares a run with the oracle; pipeline: by default full attention."""
     pipeline = pipeline or Pipeline(SCALE)
     out = wrapper.run(tree.q, tree.cache)
     compare(out, None, tree.expected(pipeline), soft_cap=pipeline.soft_cap).check()
@@ -116,14 +116,6 @@ def test_padded_q(target):
     compare(out[: tree.q.shape[0]], None, tree.expected(Pipeline(SCALE))).check()
 
 
-def test_own_workspaces(target):
-    tree, wrapper = made(target)
-    own = [runner.workspace(target.device, 1 << 20) for _ in LEVELS]
-    wrapper.reset_workspace_buffer(runner.workspace(target.device), own)
-    wrapper.plan(*tree.tables, *ARGUMENTS, **BF16)
-    check(wrapper, tree)
-
-
 def test_upper_bounds_of_a_level(target):
     """The own level of the requests is planned with full last pages, whose tail is NaN."""
     tree, wrapper = made(target)
@@ -154,10 +146,12 @@ def test_an_interrupted_plan(target, monkeypatch):
     check(wrapper, other)
 
 
-def test_a_copy_plans_for_itself(target):
+def test_a_copy_plans_for_itself_in_its_own_workspaces(target):
     tree, wrapper = made(target)
     duplicate, other = copy.copy(wrapper), Tree(target.device, seed=3)
     check(duplicate, tree)
+    own = [runner.workspace(target.device, 1 << 20) for _ in LEVELS]
+    duplicate.reset_workspace_buffer(runner.workspace(target.device), own)
     duplicate.plan(*other.tables, *ARGUMENTS, **BF16)
     check(wrapper, tree)
     check(duplicate, other)
@@ -167,7 +161,7 @@ def test_a_copy_plans_for_itself(target):
 
 
 def other_plan(wrapper, device, at=0, change=lambda arrays: arrays, **options):
-    """plan() of another batch, of which the arrays of all levels at an index are changed."""
+    """Plans another batch, with the arrays of all levels at an index changed."""
     tables = list(Tree(device, LEVELS, seed=1).tables)
     tables[at] = change(tables[at])
     wrapper.plan(*tables, *ARGUMENTS, **BF16, **options)
@@ -184,7 +178,7 @@ def bounds(wrapper, device, lengths):
 
 
 def reset(wrapper, device, last):
-    """reset_workspace_buffer() with two levels' buffers and last(buffers)."""
+    """Calls reset_workspace_buffer() with two levels' buffers and last(buffers)."""
     buffers = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(3)]
     wrapper.reset_workspace_buffer(buffers[2], [*buffers[:2], last(buffers)])
 

@@ -1,4 +1,4 @@
-"""`variant` and `repr()` of every public wrapper: "not planned" before plan(), then the kernels."""
+"""`variant` and `repr()` of every public wrapper name the kernels of its plan."""
 
 import inspect
 

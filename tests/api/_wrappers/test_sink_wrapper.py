@@ -1,4 +1,4 @@
-"""BatchAttentionWithAttentionSinkWrapper: sinks and sm_scale come with run(), by position."""
+"""BatchAttentionWithAttentionSinkWrapper takes sinks and sm_scale by position in run()."""
 
 import dataclasses
 import math

@@ -4,23 +4,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <limits>
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "bindings/bindings.h"
-#include "core/device.h"
 #include "core/prepass.h"
-#include "cpu/forward.h"
-#include "cpu/merge.h"
 #include "harness/harness.h"
-#include "preflash/params.h"
 #include "registry/matrix.h"
 
 namespace py = pybind11;
@@ -30,7 +23,6 @@ namespace {
 
 constexpr std::size_t kCanaryBytes = 64;
 constexpr char kCanary = '\xA5';
-constexpr int kThreads = 2;  // of a plan that is run
 
 // Arrays that a segment's problem points to, and its kernel.
 struct CaseSegment {
@@ -219,25 +211,16 @@ py::dict plan(const py::kwargs& kwargs) {
   out["sizes"] = sizes_dict(planner.sizes(), num_segments);
   out["layout"] = layout_dict(planner.layout(), num_segments);
   out["image"] = py::bytes(image);
-  out["canary_bytes"] = kCanaryBytes;
   return out;
 }
 
-// Microseconds of one plan (validate, decide and write), sorted.
-std::vector<double> time_plan(int repeats, const py::kwargs& kwargs) {
-  using Clock = std::chrono::steady_clock;
+// Makes and writes a plan that may be too large to return.
+void write_plan(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
-  std::vector<std::byte> image(given.planner().layout().int_bytes);
-  std::vector<double> micros;
-  for (int i = 0; i < repeats; ++i) {
-    const Clock::time_point start = Clock::now();
-    const Planner planner = given.planner();
-    planner.write(image.data());
-    micros.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
-  }
-  std::sort(micros.begin(), micros.end());
-  return micros;
+  const Planner planner = given.planner();
+  std::vector<std::byte> image(planner.layout().int_bytes);
+  planner.write(image.data());
 }
 
 std::string tile_class(const py::kwargs& kwargs) {
@@ -270,84 +253,6 @@ void check(const py::kwargs& kwargs) {
   Case given;
   fill_case(kwargs, given);
   validate(given.problem);
-}
-
-// Launch parameters of a ragged case of one segment; the tensors are contiguous [token, head,
-// head_dim].
-ForwardSegment segment_of(const Case& given) {
-  const SegmentProblem& problem = given.problem.segments[0];
-  const std::int64_t qo_tokens = problem.qo_indptr.back(), kv_tokens = problem.kv_indptr.back();
-  auto rows = [&](int dim) {
-    return RowTensor{.stride_token = std::int64_t{problem.num_qo_heads} * dim,
-                     .stride_head = dim,
-                     .num_tokens = qo_tokens};
-  };
-  auto keys = [&](int dim) {
-    return KvTensor{.stride_token = std::int64_t{problem.num_kv_heads} * dim,
-                    .stride_head = dim,
-                    .num_tokens = kv_tokens};
-  };
-  ForwardSegment segment;
-  static_cast<AttentionOptions&>(segment) = problem;
-  segment.q = rows(problem.head_dim_qk);
-  segment.k = keys(problem.head_dim_qk);
-  segment.v = keys(problem.head_dim_vo);
-  segment.o = rows(problem.head_dim_vo);
-  segment.lse = {.stride_token = problem.num_qo_heads, .stride_head = 1};
-  segment.group_size = problem.gqa_ratio();
-  segment.sm_scale = 1.0f / std::sqrt(static_cast<float>(problem.head_dim_qk));
-  return segment;
-}
-
-// Runs a plan on the CPU, whatever family and tile it was made for: float32, ragged.
-void attend(std::uintptr_t q, std::uintptr_t k, std::uintptr_t v, std::uintptr_t o,
-            std::uintptr_t lse, const py::kwargs& kwargs) {
-  Case given;
-  fill_case(kwargs, given);
-  const Planner planner = given.planner();
-  const PlanLayout& layout = planner.layout();
-  std::vector<std::byte> image(layout.int_bytes);
-  planner.write(image.data());
-  std::vector<float> partials(layout.float_bytes / sizeof(float),
-                              std::numeric_limits<float>::quiet_NaN());
-
-  ForwardParams params;
-  ForwardSegment& segment = params.segments[0];
-  segment = segment_of(given);
-  segment.q.data = pointer<void>(q);
-  segment.k.data = pointer<const void>(k);
-  segment.v.data = pointer<const void>(v);
-  segment.o.data = pointer<void>(o);
-  segment.lse.data = pointer<float>(lse);
-  params.requests = layout.requests.in(image.data());
-  params.items = layout.items.in(image.data());
-  params.num_items = planner.sizes().num_items;
-  const SegmentLayout& place = layout.segments[0];
-  segment.partial_o = place.partial_o.in(partials.data());
-  segment.partial_lse = place.partial_lse.in(partials.data());
-  segment.q_dtype = segment.kv_dtype = segment.o_dtype = DType::kFloat32;
-  ForwardKernel kernel = given.segments[0].kernel;
-  kernel.variant.q_dtype = kernel.variant.kv_dtype = DType::kFloat32;
-  params.kernels[0] = &kernel;
-  check_launch(cpu::run_forward(params, kThreads), "attend");
-
-  // Last first: a tile that wrote more than its own rows would spoil those of the next one.
-  MergeItem* merges = place.merges.in(image.data());
-  const int num_merges = planner.sizes().num_merges();
-  std::reverse(merges, merges + num_merges);
-  cpu::combine(
-      {.o = segment.o,
-       .lse = segment.lse,
-       .o_dtype = DType::kFloat32,
-       .requests = params.requests,
-       .merges = merges,
-       .num_merges = num_merges,
-       .partial_o = segment.partial_o,
-       .partial_lse = segment.partial_lse,
-       .tile_rows = rows_per_tile(kernel.traits.tile_rows, kernel.tile.m, segment.group_size),
-       .group_size = segment.group_size,
-       .head_dim_vo = segment.head_dim_vo},
-      kThreads);
 }
 
 MaskBounds bounds_from(Keywords& given) {
@@ -388,13 +293,12 @@ std::vector<std::vector<bool>> keeps(const py::kwargs& kwargs) {
 void bind_planner(py::module_& module) {
   py::module_ m = module.def_submodule("planner", "The planner on its own, for tests.");
   m.def("plan", &plan);
-  m.def("time_plan", &time_plan, py::arg("repeats"));
+  m.def("write_plan", &write_plan);
   m.def("tile_class", &tile_class);
   m.def("prefers_tall_tiles", &prefers_tall, py::arg("most_keys"));
   m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
   m.def("prefers_prepass", &prefers, py::arg("multiplies_8_bits") = false);
-  m.def("attend", &attend, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"), py::arg("lse"));
   m.def("touched_tiles", &tiles_of);
   m.def("keeps", &keeps);
 }
