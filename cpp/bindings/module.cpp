@@ -7,6 +7,7 @@
 PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   m.doc() =
       "Planner, registry and launches of preflash. Private: use preflash.prefill and its peers.";
+  // pybind11 itself makes ValueError of std::invalid_argument.
   pybind11::register_exception_translator([](std::exception_ptr raised) {
     try {
       if (raised) std::rethrow_exception(raised);

@@ -409,8 +409,8 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
     return false;
-  } catch (const std::exception&) {  // Python meets it again, and says what it is about
-    return false;
+  } catch (const std::exception&) {
+    return false;  // the call takes the long way through Python, which raises this error again
   }
   drafted->variant->allocate_in(workspace_, drafted->where);
   const py::object plan = with_fields(

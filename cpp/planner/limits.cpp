@@ -69,8 +69,8 @@ void check_fixed_split(const SegmentProblem& problem, const SplitLimits& launch,
     const int shares = problem.graph_max_rows > 0 ? launch.segments.size() : 1;
     refuse("float_workspace_buffer has ", launch.float_bytes, " bytes; fixed_split_size = ", size,
            " needs ", shares * partial_bytes(needed.num_partial_rows, problem.head_dim_vo),
-           " bytes for ", needed.num_partial_rows,
-           " partial rows of head_dim_vo = ", problem.head_dim_vo,
+           " bytes for partial results of ", needed.num_partial_rows,
+           " rows of head_dim_vo = ", problem.head_dim_vo,
            ": enlarge it, use a larger fixed_split_size or disable_split_kv");
   }
 }

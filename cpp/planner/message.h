@@ -10,8 +10,7 @@
 namespace preflash {
 namespace message {
 
-// Not a stream: the module is loaded beside whatever C++ runtimes a process already holds,
-// and a stream's locale comes from one of them: seen to crash in a Python that brings its own.
+// Not a stream: its locale may come from another C++ runtime of the process, which crashes.
 inline void append(std::string& text, std::string_view part) { text += part; }
 
 template <std::integral Number>

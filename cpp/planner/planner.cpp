@@ -151,6 +151,7 @@ void Planner::cut_into_chunks(const Problem& problem, std::span<const SegmentPla
     return segment.asked_chunk > 0 && segment.asked_chunk != kUnsplit;
   };
   if (std::ranges::any_of(decision.segments, is_fixed)) {
+    // A fixed split takes the place of kUnsplit in the segments that have one.
     check_fixed_splits(problem, decision.limits, estimate(decision, kUnsplit));
   }
   const std::int32_t chosen = choose_chunk_tiles(decision);

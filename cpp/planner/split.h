@@ -16,7 +16,7 @@ inline constexpr std::int32_t kMinAutoChunkKeys = 256;
 
 // Limits on the split of one segment.
 struct SegmentLimits {
-  std::int64_t rows = 0;  // partial ones; int32 counts them
+  std::int64_t rows = 0;  // of partial results; fits int32
   std::int64_t merges = 0;
 };
 

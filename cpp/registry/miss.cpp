@@ -26,7 +26,7 @@ void add_once(std::vector<std::string>& values, std::string value) {
   }
 }
 
-// Names the wanted values in the dtypes and position of the tensors, which the caller knows.
+// Lists the wanted values of all axes, with the dtypes that the caller's tensors have.
 std::string asked(Variant wanted) {
   wanted.load = compiled_form(wanted).load;
   std::vector<std::string> parts;

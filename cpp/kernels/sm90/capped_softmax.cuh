@@ -97,7 +97,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
     maxima(scores, shift, tile_max);
     move(tile_max, out, is_second, scale_log2);
   }
-  // Where scores may be -inf, which the polynomial does not take.
+  // Takes scores of -inf, too, which the polynomial does not.
   CUTE_DEVICE void exponentiate_masked(const auto& scores, const auto& shift, auto& p,
                                        float (&tile_sum)[kRows], float scale_log2) const {
     exponentiate(scores, shift, p, tile_sum, scale_log2, [](int column, float x) {

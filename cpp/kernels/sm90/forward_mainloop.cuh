@@ -10,8 +10,10 @@
 // (consumer_tiles.cuh), what is done to scores (scores.cuh), which tiles are skipped
 // (skipped_tiles.cuh).
 //
-// A warpgroup skips the tiles that none of its rows touches. After an item whose last tiles it
-// skips (as under a window), the item's last O and the next item's first S run by themselves.
+// First and last are in the order of the loop: an item's first tile has its highest keys. Where
+// Traits::kSkipsTiles, a warpgroup skips the tiles that none of its rows touches. After an item
+// whose last tiles it skips (as under a window), the item's last O and the next item's first S run
+// by themselves.
 #pragma once
 
 #include "kernels/sm90/capped_softmax.cuh"
@@ -110,10 +112,10 @@ struct ForwardMainloop {
   };
   CUTE_DEVICE CoordinatesOf at(const Item& item) const { return {*this, item}; }
 
-  // What a step computes: S = Q K^T of a tile, O += P V of the tile before it, or both.
+  // A step computes S = Q K^T of a tile, O += P V of the tile before it, or both.
   enum class Work { kQk, kPv, kQkPv };
 
-  // What S is of: an item's first tile, or a later one.
+  // S is of an item's first tile, or of a later one.
   struct First {
     const Item& item;
     const FirstTile& ahead;
@@ -124,7 +126,7 @@ struct ForwardMainloop {
     int tile;
     static constexpr bool kFirst = false;
   };
-  // What O is of: an item that this P V ends. Later: an item that goes on.
+  // O is of an item that this P V ends. Later: of an item that goes on.
   struct Last {
     const Item& item;
     const typename Epilogue::Prepared& ready;

@@ -120,10 +120,11 @@ struct ForwardTraits {
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 
-  // True if a warpgroup skips tiles that none of its rows touches, such as a causal item's last
-  // tiles. Only narrow tiles leave it such tiles, and a ring of slices lets no warpgroup run ahead.
-  // NOTE: a warpgroup that skips an item's first tiles still holds V of the item before, while the
-  // other warpgroups need a buffer for each of those tiles: V must have that many more buffers.
+  // True if a warpgroup skips tiles that none of its rows touches, such as those of a causal item's
+  // highest keys, which come first. Only narrow tiles leave it such tiles, and a ring of slices
+  // lets no warpgroup run ahead. NOTE: a warpgroup that skips an item's first tiles still holds V
+  // of the item before, while the other warpgroups need a buffer for each of those tiles: V must
+  // have that many more buffers.
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 

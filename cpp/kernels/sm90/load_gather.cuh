@@ -30,8 +30,8 @@ struct GatherLoader {
   CUTE_DEVICE GatherLoader(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem)
       : params(params), k{smem}, v{smem} {}
 
-  // Loads K(last), then K(t - 1) and V(t) for each tile: the consumers compute S(t - 1) = Q K^T
-  // before O += P V(t).
+  // Loads K of the first tile, then K of each next tile before V of this one: the consumers compute
+  // S = Q K^T a tile ahead of O += P V.
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     item = ItemKeys::of(state);
     RowSlots before;

@@ -27,8 +27,8 @@ struct TileWriter {
   using Element = typename Traits::ElementKv;
   using Source = SourceOf<kOperand>;
   static constexpr bool kIsK = Source::kIsK;
-  static constexpr bool kIsRaw = false;  // RawTile is
-  static constexpr bool kIsTurned = !kIsK && Traits::kTransposesV;
+  static constexpr bool kIsRaw = false;                                 // RawTile is
+  static constexpr bool kIsTurned = !kIsK && Traits::kTransposesV;      // arrives as it is stored
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row
   static constexpr int kBlocks = kIsK ? Traits::kBlocksK : Traits::kBlocksV;
 

@@ -8,8 +8,8 @@ namespace preflash::sm90 {
 using namespace cute;
 
 // Issues c (+)= a b as one committed group, without waiting for it. a: (MMA, MMA_M, MMA_K) in
-// registers or as descriptors, the kDepth columns from first_k on; b: (MMA, MMA_N, MMA_K)
-// descriptors; c: (MMA, MMA_M, MMA_N). `first` says whether c's old value counts.
+// registers or as descriptors, the kDepth steps of the product's depth from first_k on; b: (MMA,
+// MMA_N, MMA_K) descriptors; c: (MMA, MMA_M, MMA_N). first: Zero overwrites c, One adds to it.
 template <int kDepth, class Mma, class A, class B, class C>
 CUTE_DEVICE void multiply_async(Mma& mma, const A& a, int first_k, const B& b, C& c,
                                 GMMA::ScaleOut first) {
