@@ -40,7 +40,7 @@ struct GivenArrays {
 
 struct BatchOfArrays {
   std::shared_ptr<Batch> batch;
-  bool has_pages = false;          // false: ragged, or pages of another form than the usual
+  bool has_pages = false;          // false: ragged, or left to Python's checks
   bool pages_on_gpu = false;       // where they are not read
   std::int64_t largest_page = -1;  // -1: not known
   // Entries from the first to the last of a block table; none: a list of pages.

@@ -474,9 +474,8 @@ bool PlannedVariant::start(Bound& bound, RunArguments arguments, const py::objec
     arguments.float_workspace_bytes = memory.bytes;
   };
   if (plan_buffer_->plan()->float_bytes() == 0) {
-    // The plan does not use the workspace, which outputs must still not overlap. Its shape decides
-    // without a look at its storage, which may be smaller; the storage is read only before the
-    // launch is refused.
+    // The plan does not use the workspace, but outputs must not overlap it. The first check goes by
+    // its shape, which is cheap; if that refuses, the second one goes by its real memory.
     use(reach_of(torch(), "float_workspace_buffer", partials));
     try {
       return start_now(bound, arguments);

@@ -51,10 +51,10 @@ class Launch {
   Launch(std::shared_ptr<const DevicePlan> place, const PerSegment<RunTensors>& tensors);
 
   // Throws std::invalid_argument for a tensor without memory or at an address that is no multiple
-  // of 16, for an output or a float workspace that overlaps anything else, for a float workspace
-  // that has become too small, for a place that another plan has overwritten, and on the CPU for
-  // page indices outside of the cache. Returns whether the launch was captured into a CUDA graph
-  // instead of started.
+  // of 16, for an output that overlaps another tensor or a workspace (it may be exactly q), for a
+  // float workspace that has become too small, for a place that another plan has overwritten, and
+  // on the CPU for page indices outside of the cache. Returns whether the launch was captured into
+  // a CUDA graph instead of started.
   //
   // On the CPU no stream orders the launches of several threads: a launch that begins while another
   // one of its wrapper computes gets a float workspace of its own.

@@ -22,9 +22,9 @@ using SegmentKernels = PerSegment<const ForwardKernel*>;
 // Lengths up to 2^30 keep every index of one request, and sums of two of them, inside int32.
 inline constexpr std::int32_t kMaxRequestLength = 1 << 30;
 
-// Checks everything that the host can see. Throws std::invalid_argument with a message that names
-// the argument (as Python spells it), its value, the rule and the way out, and the segment where
-// there are two.
+// Checks the values of options and lengths; Python checks forms and page indices, Launch checks
+// memory. Throws std::invalid_argument with a message that names the argument (as Python spells
+// it), its value, the rule and the way out, and the segment where there are two.
 void validate(const Problem& problem);
 
 // The tile class of a segment.

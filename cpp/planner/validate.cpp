@@ -1,4 +1,4 @@
-// Every rule that host-visible arguments obey, and the tile class that follows from them.
+// The rules for values of options and lengths, and the tile class that follows from them.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The tiles of keys of an item as a consumer warpgroup goes through them, the last one first:
+// The tiles of keys of an item as a consumer warpgroup goes through them, from the highest down:
 // policies, of which TilesOf is the variant's. at(tile): the coordinates of a tile of the item.
 //   look_ahead(item)    the item comes next: returns the argument of mask_first()
 //   begin_step()        the tile that was looked ahead to is the step's

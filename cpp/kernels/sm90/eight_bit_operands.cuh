@@ -4,9 +4,8 @@
 // Hopper's tensor core keeps 13 bits behind the leading one of the largest of what it adds, and
 // cuts the rest off: each product of e4m3 loses half of 2^-13 of the sum so far, and from 2^13
 // equal ones on they vanish. So the accumulators hold kTilesAtOnce tiles at most, are added to sums
-// of float32 and begin anew. An item's first tile does by itself, so that a large logit in it cuts
-// off no later tile's products (eight_bit_softmax.cuh), but in batch-invariant plans, where a row's
-// sums must not depend on the item's first tile. What that leaves is a bias towards 0 where
+// of float32 and begin anew; an item's first tile does by itself, so that a large logit in it cuts
+// off no later tile's products (eight_bit_softmax.cuh). What that leaves is a bias towards 0 where
 // all values have one sign and all weights are equal: kTilesAtOnce * 128 * 0.7 * 2^-14 of the
 // result at most, 4.4 %, and less than half of that with the weights of random logits. Where signs
 // vary the losses do, too. Half as many tiles halve the bias and cost 6 to 13 % of the rate.
@@ -29,15 +28,15 @@ struct EightBitOperands : WholeOperands<Traits> {
 
   // References of the sums; from prepare_o() on, the sums' factors to the item's last references.
   float reference[2];
+  // Tiles in the accumulators; starts so that an item's first tile goes to the sums on its own.
+  int tiles = kTilesAtOnce - 1;
   bool has_sums = false;
 
   using Base::Base;
 
-  // tile: the next one. Sums are of tiles [k, k + 1) * kTilesAtOnce.
-  CUTE_DEVICE void add_up(auto& softmax, const auto& segment, int tile) {
+  CUTE_DEVICE void add_up(auto& softmax, const auto& segment) {
     this->first_pv = GMMA::ScaleOut::One;
-    const bool alone = !has_sums && !segment.batch_invariant;
-    if (!alone && tile % kTilesAtOnce != kTilesAtOnce - 1) return;
+    if (++tiles < kTilesAtOnce) return;
     prepare_o(softmax, segment);
     take_sums();
     Tensor parts = recast<float4>(this->tOrO);
@@ -46,6 +45,7 @@ struct EightBitOperands : WholeOperands<Traits> {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) reference[r] = softmax.reference[r];
     this->first_pv = GMMA::ScaleOut::Zero;
+    tiles = 0;
     has_sums = true;
     softmax.follow(segment);
   }
@@ -59,6 +59,7 @@ struct EightBitOperands : WholeOperands<Traits> {
   }
   CUTE_DEVICE void finish_o() {
     take_sums();
+    tiles = kTilesAtOnce - 1;
     has_sums = false;
   }
 

@@ -34,8 +34,6 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
     *this = {};
     maxima(scores, shift, reference);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) largest[r] = reference[r];
   }
   // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
   CUTE_DEVICE void before_o(const auto& scores, const auto& shift, const auto& segment) {

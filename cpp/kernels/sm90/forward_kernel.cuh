@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
     ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
-    // The other CTA may still write to this one's memory.
+    // The other CTA may still arrive at this one's barriers.
     if constexpr (Traits::kClusterSize > 1) cute::cluster_sync();
   }
 }

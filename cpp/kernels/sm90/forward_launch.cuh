@@ -18,7 +18,6 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
   static_cast<KernelSegment&>(to) = KernelSegment::make(from);
   to.rows_per_tile =
       rows_per_tile(traits_of(kVariant.family).tile_rows, Traits::kTileM, from.group_size);
-  to.batch_invariant = from.split.is_invariant();
   to.mask_tiles_begin = from.mask_tiles_begin;
   to.x_per_logit = kLog2E / to.logits.scale_log2;
   to.max_sum = SpeculativeSoftmax::max_sum(from.lse.form, kVariant.q_dtype);

@@ -1,6 +1,6 @@
-// The roles of the producer warps, which load Q and the K/V tiles of each work item, the last tile
-// first: by TMA, or gathered. A second warpgroup transposes V of 8 bits (transpose_values.cuh) or
-// converts raw tiles and slices (load_raw_tiles.cuh).
+// The roles of the producer warps, which load Q and the K/V tiles of each work item, from the
+// highest keys down: by TMA, or gathered. A second warpgroup transposes V of 8 bits
+// (transpose_values.cuh) or converts raw tiles and slices (load_raw_tiles.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>

@@ -1,8 +1,8 @@
 // The consumer main loop. A warpgroup computes S = Q K^T, finishes its scores, applies the online
-// softmax and accumulates O += P V over the KV tiles of its work items, the last tile of an item
-// first. The tiles of all items form one sequence, so an item's first QK product overlaps with the
-// last PV product of the item before it. step() is the schedule; an item begins with a step of QK
-// alone or in the step of the last item's PV, and ends in the next item's first step or with PV
+// softmax and accumulates O += P V over the KV tiles of its work items, from the highest keys of an
+// item down. The tiles of all items form one sequence, so an item's first QK product overlaps with
+// the last PV product of the item before it. step() is the schedule; an item begins with a step of
+// QK alone or in the step of the last item's PV, and ends in the next item's first step or with PV
 // alone.
 //
 // Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh,
@@ -10,7 +10,7 @@
 // (consumer_tiles.cuh), what is done to scores (scores.cuh), which tiles are skipped
 // (skipped_tiles.cuh).
 //
-// First and last are in the order of the loop: an item's first tile has its highest keys. Where
+// First and last are in that order: an item's first tile has its highest keys. Where
 // Traits::kSkipsTiles, a warpgroup skips the tiles that none of its rows touches. After an item
 // whose last tiles it skips (as under a window), the item's last O and the next item's first S run
 // by themselves.
@@ -84,7 +84,7 @@ struct ForwardMainloop {
   struct Item : ItemOf<Traits::kSegments> {
     int slot = 0;           // of smem.items
     TileRange own;          // the tiles that this warpgroup's rows touch
-    int skipped_first = 0;  // tiles before them, in the order of the loop: last tile first
+    int skipped_first = 0;  // tiles before them, in the order of the loop
     int skipped_last = 0;   // tiles after them
 
     CUTE_DEVICE bool any() const { return own.count() > 0; }
@@ -145,7 +145,8 @@ struct ForwardMainloop {
     constexpr bool kPv = kWork != Work::kQk;
     constexpr bool kSoftmaxFirst = s.kFirst && Traits::kSoftmaxBeforeStore;
     if constexpr (kQk) {
-      operands.order_barrier_wait();  // K(t) has arrived, and it is this warpgroup's turn
+      // Whole tiles: K(t) has arrived, and it is this warpgroup's turn.
+      operands.order_barrier_wait();
       operands.issue_qk(operands.q());
       if constexpr (!s.kFirst) scores.bias.issue(smem, operands.tSrS);
     }
@@ -272,6 +273,9 @@ struct ForwardMainloop {
     if constexpr (!softmax.kMasks) tiles.mask(s.item, s.tile, at(s.item), operands.rows_of_s());
     // An item's last tile is never skipped: the transition to the next item contains its P V.
     skipped.look_at(operands.rows_of_s(), tiles.is_last(s.item, s.tile), warpgroup);
+    // A step without P V calls it, too: only a softmax that does nothing here has such steps.
+    static_assert(!SkippedTiles<Traits>::kSkips ||
+                  is_same_v<SoftmaxOf<Traits>, SpeculativeSoftmax>);
     softmax.before_o(operands.rows_of_s(), scores.bias.shift(s.tile), segment(s.item));
   }
   // Also sets the rows' first references, which does not need O.
@@ -305,7 +309,7 @@ struct ForwardMainloop {
   // O has the P V of every tile before the one that S is of.
   CUTE_DEVICE void finish_o(const Later& o) {
     softmax.after_o(operands.rows_of_o());
-    operands.add_up(softmax, segment(o.item), o.tile);
+    operands.add_up(softmax, segment(o.item));
   }
   CUTE_DEVICE void finish_o(const Last& o) {
     for (int i = 0; i < o.skipped_v; ++i) operands.skip_v();

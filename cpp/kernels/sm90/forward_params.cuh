@@ -10,7 +10,6 @@ namespace preflash::sm90 {
 
 struct HopperSegment : KernelSegment {
   std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
-  bool batch_invariant;        // SplitPolicy::is_invariant()
 
   // Loads.
   TensorMaps maps;

@@ -153,8 +153,11 @@ struct ForwardTraits {
   static constexpr bool kPreparesInLastStep = !kSkipsTiles && !kSliced;
 
   // True if an item's first P is computed before the previous item's O is stored, so that the store
-  // delays no product. At head_dim 256 that costs more than it gains (measured: same page).
+  // delays no product. At head_dim 256 that costs more than it gains (measured: same page). In a
+  // cluster it must be false: the exchange of P waits for the mailbox, in which the other CTA
+  // stages O until it has stored it.
   static constexpr bool kSoftmaxBeforeStore = kPartVo <= 128;
+  static_assert(!kSoftmaxBeforeStore || kClusterSize == 1);
 
   // The launch bounds divide the registers evenly; setmaxnreg moves the producers' to consumers.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;

@@ -1,5 +1,5 @@
 // The pipeline of the full and partial KV tiles of a custom mask. One producer warp announces them,
-// an item's last one first; loading warps and consumers read that, each at its own pace.
+// from an item's highest keys down; loading warps and consumers read that, each at its own pace.
 #pragma once
 
 #include "kernels/sm90/mask_tile_reader.cuh"

@@ -24,7 +24,8 @@ struct PairedOperands : SlicedOperands<Traits> {
 
   using Base::Base;
 
-  // First with P of this CTA's keys, then with that of the other's.
+  // Completes S and P V of this CTA's keys, and leaves P V of the other's in flight: its P takes
+  // the registers of this CTA's.
   CUTE_DEVICE void issue_pv() {
     Base::issue_pv();
     warpgroup_wait<2>();

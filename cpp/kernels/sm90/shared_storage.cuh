@@ -149,11 +149,10 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// A warp's mailbox, in which it also stages O, takes P of the other CTA's keys
-// (paired_operands.cuh).
+// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (paired_operands.cuh).
 template <class Traits>
 struct PairState {
-  // A lane of the warp and the message's bytes; one lane of the warp that received it.
+  // full: a message is in this warp's mailbox. empty: the other CTA's warp has read its own.
   Ring<Traits::kConsumerWarps> p;
   float4 rows[Traits::kConsumerWarps][8];  // references and sums of each quad's two rows
 };

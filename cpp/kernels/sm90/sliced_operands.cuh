@@ -1,6 +1,7 @@
 // K and V in slices of 128 columns, with the hooks of WholeOperands. A slice is released when its
-// product is complete. There are no turns, and no tile is passed over: the ring of kernels with two
-// CTAs to an item is shorter than a step.
+// product is complete. There are no turns, and no tile is passed over: both warpgroups release a
+// slot, and the ring of kernels with two CTAs to an item is shorter than a step, so that a
+// warpgroup waiting for its turn would keep the other from its slices.
 #pragma once
 
 #include "kernels/sm90/tile_ring.cuh"
@@ -59,7 +60,7 @@ struct SlicedOperands : Accumulators<Traits> {
   CUTE_DEVICE static void skip_v() {}
 
  protected:
-  // first: whether O has old values.
+  // first: Zero overwrites O, One adds to it.
   CUTE_DEVICE void issue_pv_of(GMMA::ScaleOut first) {
     issue_pv_slice(0, first);
     issue_pv_slice(1, first);
@@ -86,7 +87,7 @@ struct SlicedOperands : Accumulators<Traits> {
     multiply_async<kDepth>(mma, tSrQ, slice * kDepth, tSrK(_, _, _, slot), this->tSrS,
                            slice == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
   }
-  // slice: of the columns of O. first: whether those have old values.
+  // slice: of the columns of O. first: as above.
   CUTE_DEVICE void issue_pv_slice(int slice, GMMA::ScaleOut first) {
     const int slot = wait_for_slice();
     using Part = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kMmaColumnsPv>>{}));

@@ -1,12 +1,12 @@
-// The KV tiles of one item as every loading warp takes them, the last one first: TileStream is a
-// dense range, or the full and partial tiles of a custom mask (mask_tile_pipeline.cuh).
+// The KV tiles of one item as every loading warp takes them, from the highest keys down: TileStream
+// is a dense range, or the full and partial tiles of a custom mask (mask_tile_pipeline.cuh).
 #pragma once
 
 #include "kernels/sm90/mask_tile_pipeline.cuh"
 
 namespace preflash::sm90 {
 
-// Behind an item's first tile. It holds no key, so that looking it up is allowed.
+// Comes after the tile of an item's lowest keys. It holds no key, so that looking it up is allowed.
 inline constexpr int kNoTile = -1;
 
 // All tiles that the bounds leave.

@@ -1,6 +1,6 @@
 // Q, K and V in whole tiles, as a consumer warpgroup waits for them, multiplies and releases them,
-// and its accumulators. SlicedOperands (sliced_operands.cuh) and EightBitOperands
-// (eight_bit_operands.cuh) have the same hooks:
+// and its accumulators. SlicedOperands, PairedOperands and EightBitOperands, in files of
+// their names, have the same hooks:
 //
 //   order_barrier_wait()                 K has arrived, and it is this warpgroup's turn
 //   issue_qk()                           S = Q K^T
@@ -59,8 +59,8 @@ struct Accumulators {
   // q_read advances later, when the warpgroup has come to the item's end.
   CUTE_DEVICE void release_q() { release(smem.barriers.q.empty[q_read.index()]); }
 
-  // O is complete, but for an item's last P V.
-  CUTE_DEVICE void add_up(const auto&, const auto&, int) { first_pv = GMMA::ScaleOut::One; }
+  // O has a P V that is not an item's last one: the next one adds to it.
+  CUTE_DEVICE void add_up(const auto&, const auto&) { first_pv = GMMA::ScaleOut::One; }
   // Hooks at an item's end: its last references are final; all of O is complete.
   CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
   CUTE_DEVICE static void finish_o() {}

@@ -39,8 +39,8 @@ CUTE_DEVICE TileRange tiles_of_rows(const HopperSegment& params, const WorkItem&
   return touched_tiles(bounds, rows, chunk, Traits::kItemTileN, Mask::kBounds);
 }
 
-// The KV tiles that the rows of one consumer warpgroup touch: if none, the last one, which is
-// masked as a whole and gives zeros.
+// The KV tiles that the rows of one consumer warpgroup touch: if none, that of the item's
+// highest keys, which is masked as a whole and gives zeros.
 template <class Traits>
 CUTE_DEVICE TileRange tiles_of_warpgroup(const HopperSegment& params, const ItemState& state,
                                          int warpgroup) {

@@ -1,5 +1,5 @@
-"""The second half of the check: from the index arrays of plan() to its batch. Checks their device
-and form, and copies them to the host."""
+"""Makes the batch of plan() out of its index arrays: checks their device and form, and copies them
+to the host. options.py checks the options."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def _attach_page_indices(
     if used != given:
         if used > given:
             raise ValueError(
-                f"paged_kv_indices has {given} elements; paged_kv_indptr[-1] = {used} pages are in "
-                "use"
+                f"paged_kv_indices has {given} elements; paged_kv_indptr[-1] = {used}: pass at "
+                "least as many, those before paged_kv_indptr[0] too"
             )
         used = max(used, 0)
         indices = indices[:used]

@@ -463,7 +463,7 @@ class BatchPrefillWrapper(EngineAttributes):
         validate.one_of("variant", variant, ("independent",))
 
     def end_forward(self) -> None:
-        """Does nothing; kept for callers of older releases."""
+        """Does nothing; FlashInfer has this method."""
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor

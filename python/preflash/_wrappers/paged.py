@@ -36,8 +36,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
     """Attention of a batch of requests over a paged KV cache: plan() once, run() for every layer.
 
     A request's keys are the pages paged_kv_indices[paged_kv_indptr[i] : paged_kv_indptr[i + 1]],
-    all full but the last, which holds paged_kv_last_page_len[i] tokens. plan() looks at lengths
-    only, chooses a kernel and makes its work list; `variant` and `repr()` say which one.
+    all full but the last, which holds paged_kv_last_page_len[i] tokens. plan() reads
+    lengths, and page indices that are on the CPU; it chooses a kernel and makes its work list.
+    `variant` and `repr()` say which one.
 
     Args:
         float_workspace_buffer: scratch memory for the partial results of split keys, any dtype; 128
@@ -164,7 +165,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
 
         Raises:
             TypeError, ValueError: an argument is wrong, or a workspace too small.
-            NotImplementedError: no compiled kernel serves it, or an option of a later release.
+            NotImplementedError: no compiled kernel serves it, or newer FlashInfer releases alone.
             The wrapper keeps the plan it had.
         """
         super()._make_plan(a)
@@ -226,7 +227,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         Returns:
             out [rows of q, num_qo_heads, head_dim_vo], or (out, lse) with return_lse. Rows of no
             request are 0 in an out that the call allocates, -inf in such an lse, and untouched in
-            the caller's. A CUDA graph replays no such fill for rows that a later plan() gives up.
+            the caller's. The replay of a CUDA graph leaves rows as they are that a later, smaller
+            plan() has no longer.
 
         Raises:
             TypeError, ValueError: not planned, or a tensor is not what was planned. Nothing is
