@@ -105,7 +105,7 @@ def test_hopper_kernels_are_for_one_architecture(archs, expected, tmp_path):
 
 
 def test_written_sources_are_the_listed_ones(tmp_path):
-    """What another preset left is removed; what is written already is not touched."""
+    """Files of another preset are removed; those written already are not touched."""
     run_generate("--write", str(tmp_path), "--preset", "full")
     run_generate("--write", str(tmp_path), "--preset", "ci")
     listed = {line.split("\t")[2] for line in run_generate("--list", "--preset", "ci").splitlines()}

@@ -40,8 +40,8 @@ struct BoxShape {
   int q_heads = 1;    // group_size, or 1 where a group exceeds a tile
   int q_tokens = 1;   // tokens that fit a tile, or 1 where a group exceeds it
   int kv_rows = 0;    // divides the tile and the page; 0: rows are gathered without TMA
-  int tail_rows = 0;  // of the box with a request's last key, which is its last row; 0: each key is
-                      // in its place
+  int tail_rows = 0;  // rows of a box in which a request's last key comes last; 0: every key is in
+                      // its place
 };
 
 BoxShape box_shape(const ForwardSegment& params, int tile_m, int tile_n);
