@@ -128,13 +128,11 @@ void DevicePlan::find_all_mask_tiles(const Upload& upload) {
 void DevicePlan::find_mask_tiles(int segment, const RunExtras& mask,
                                  const LaunchTarget& target) const {
   const PlannedSegment& planned = plan_->segments()[segment];
-  const TileShape& tile = planned.kernel->tile_of(segment);
-  const int group_size = planned.options.gqa_ratio();
+  const QueryGrid grid = planned.kernel->query_grid(segment, planned.options);
   const MaskTilesParams params{
-      .shape = {.rows_per_tile =
-                    rows_per_tile(planned.kernel->traits.tile_rows, tile.m, group_size),
-                .tile_keys = tile.n,
-                .group_size = group_size},
+      .shape = {.rows_per_tile = grid.rows_per_tile,
+                .tile_keys = planned.kernel->tile_of(segment).n,
+                .group_size = grid.group_size},
       .requests = plan_->layout().requests.in(memory_) + plan_->first_request(segment),
       .mask_tiles_begin = plan_->layout().segments[segment].mask_tiles_begin.in(memory_),
       .mask_bits = mask.mask_bits,

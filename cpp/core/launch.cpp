@@ -123,9 +123,7 @@ void Launch::bind_segment(int index) {
   combine.requests = forward_.requests;
   combine.merges = place_->merges(index);
   combine.num_merges = plan_->sizes().segments[index].num_merges;
-  combine.tile_rows =
-      rows_per_tile(kernel.traits.tile_rows, kernel.tile_of(index).m, segment.group_size);
-  combine.group_size = segment.group_size;
+  combine.grid = kernel.query_grid(index, options);
   combine.head_dim_vo = segment.head_dim_vo;
 
   spans_[index] = spans_of(segment, options);

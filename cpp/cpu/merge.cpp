@@ -33,15 +33,14 @@ void merge_row(const MergedLse& merged, int num_states, const LseOfState& lse_of
 
 void combine_tile(const CombineParams& params, const MergeItem& item) {
   const RequestInfo& request = params.requests[item.request];
-  const std::int64_t live = std::int64_t{request.qo_len} * params.group_size - item.row_begin;
-  const int rows = static_cast<int>(std::min<std::int64_t>(params.tile_rows, live));
-  for (int row = 0; row < rows; ++row) {
-    const int packed = item.row_begin + row;
-    const std::int64_t qo_row = std::int64_t{request.qo_begin} + packed / params.group_size;
-    const std::int64_t head =
-        std::int64_t{item.kv_head} * params.group_size + packed % params.group_size;
+  const QueryRows rows = params.grid.rows(request, item.row_begin);
+  const int stride = params.grid.partial_rows(request, rows), group_size = params.grid.group_size;
+  for (int row = 0; row < rows.count; ++row) {
+    const int packed = rows.begin + row;
+    const std::int64_t qo_row = std::int64_t{request.qo_begin} + packed / group_size;
+    const std::int64_t head = std::int64_t{item.kv_head} * group_size + packed % group_size;
     auto partial_row = [&](int chunk) {
-      return std::int64_t{item.first_row} + std::int64_t{chunk} * rows + row;
+      return std::int64_t{item.first_row} + std::int64_t{chunk} * stride + row;
     };
     // Behind the chunks' states may come one that weighs but has no row.
     const std::optional<PartialLse> keyless = keyless_lse(params.extras, head);

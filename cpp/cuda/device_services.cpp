@@ -127,12 +127,12 @@ LaunchError combine(const CombineParams& params, const LaunchTarget& target) {
   if (params.o_dtype != DType::kFloat8E4M3) {
     if (LaunchError error = refuse_dtype("combine", params.o_dtype)) return error;
   }
-  if (params.head_dim_vo <= 0 || params.head_dim_vo % 8 != 0 || params.group_size <= 0 ||
-      params.tile_rows <= 0) {
+  if (params.head_dim_vo <= 0 || params.head_dim_vo % 8 != 0 || params.grid.group_size <= 0 ||
+      params.grid.rows_per_tile <= 0) {
     return usage_error(
-        "combine: head_dim_vo %d must be a positive multiple of 8, group_size %d and tile_rows %d "
-        "positive",
-        params.head_dim_vo, params.group_size, params.tile_rows);
+        "combine: head_dim_vo %d must be a positive multiple of 8, group_size %d and "
+        "rows_per_tile %d positive",
+        params.head_dim_vo, params.grid.group_size, params.grid.rows_per_tile);
   }
   if (params.num_merges <= 0) return nullptr;
   DeviceFacts facts;

@@ -21,14 +21,14 @@ std::int64_t rows_in(std::int64_t bytes, std::int32_t head_dim_vo) {
 
 // The most query tiles, over all KV heads, of any batch of this size with at most graph_max_rows
 // tokens: with k non-empty requests, sum of ceil(rows_i / m) <= (sum of rows_i + k * (m - 1)) / m,
-// where m is the rows of one tile.
-std::int64_t most_graph_tiles(const SegmentProblem& problem, std::int32_t tile_rows) {
-  const std::int64_t group = problem.gqa_ratio();
+// where m is the rows of one tile. Aligned tiles have up to m - 1 rows before a request's, too.
+std::int64_t most_graph_tiles(const SegmentProblem& problem, const QueryGrid& grid) {
   const std::int64_t batch = static_cast<std::int64_t>(problem.qo_indptr.size()) - 1;
-  const std::int64_t rows = problem.graph_max_rows * group;
+  const std::int64_t rows = std::int64_t{problem.graph_max_rows} * grid.group_size;
   const std::int64_t requests = std::min<std::int64_t>(batch, problem.graph_max_rows);
   if (requests == 0) return 0;
-  return (rows + requests * (tile_rows - 1)) / tile_rows * problem.num_kv_heads;
+  const std::int64_t unused = (grid.aligned ? 2 : 1) * (grid.rows_per_tile - 1);  // of a request
+  return (rows + requests * unused) / grid.rows_per_tile * problem.num_kv_heads;
 }
 
 // Limits on a segment's use of a CUDA graph's room.
@@ -37,17 +37,17 @@ struct GraphLimits {
   std::int64_t items = 0;
 };
 
-GraphLimits graph_limits(const SegmentProblem& problem, std::int64_t rows, std::int32_t tile_rows,
+GraphLimits graph_limits(const SegmentProblem& problem, std::int64_t rows, const QueryGrid& grid,
                          std::int64_t cta_slots) {
   // The rows of every tile are a multiple of this, so that rows bound the number of chunks.
-  std::int64_t chunks = rows / std::gcd(problem.gqa_ratio(), tile_rows);
+  std::int64_t chunks = rows / std::gcd(grid.group_size, grid.rows_per_tile);
   // Later plans split by KV lengths that are still unknown. An automatic split gains from at most
   // two waves of partial tiles; a fixed split may need all the room.
   if (problem.split.fixed_split_size == 0) {
     chunks = std::min(chunks, 2 * cta_slots);
-    rows = std::min(rows, 2 * cta_slots * tile_rows);
+    rows = std::min(rows, 2 * cta_slots * grid.rows_per_tile);
   }
-  const std::int64_t most_tiles = most_graph_tiles(problem, tile_rows);
+  const std::int64_t most_tiles = most_graph_tiles(problem, grid);
   return {.segment = {.rows = rows, .merges = std::min(most_tiles, chunks / 2)},
           .items = most_tiles + chunks};
 }
@@ -87,12 +87,12 @@ SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> pl
   for (const SegmentPlan& plan : plans) {
     const SegmentProblem& segment = plan.problem;
     const std::int64_t share = graph ? bytes / problem.segments.size() : bytes;
-    const std::int64_t rows = segment.split.disable ? 0 : rows_in(share, segment.head_dim_vo);
+    const std::int64_t rows = segment.split.is_one_pass() ? 0 : rows_in(share, segment.head_dim_vo);
     if (!graph) {
       limits.segments.add({.rows = rows, .merges = kMaxInt32});
       continue;
     }
-    const GraphLimits room = graph_limits(segment, rows, plan.tile.rows, cta_slots);
+    const GraphLimits room = graph_limits(segment, rows, plan.tile.grid, cta_slots);
     limits.segments.add(room.segment);
     limits.items += room.items;
     if (limits.items > kMaxInt32) {
@@ -118,7 +118,7 @@ void check_fixed_splits(const Problem& problem, const SplitLimits& limits,
   std::int64_t bytes = 0;
   for (int s = 0; s < problem.segments.size(); ++s) {
     const SegmentProblem& segment = problem.segments[s];
-    if (segment.split.disable || segment.split.fixed_split_size == 0) continue;
+    if (segment.split.is_one_pass() || segment.split.fixed_split_size == 0) continue;
     check_fixed_split(segment, limits, limits.segments[s], needed.segments[s]);
     bytes += partial_bytes(needed.segments[s].num_partial_rows, segment.head_dim_vo);
   }

@@ -35,10 +35,10 @@ std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kerne
 }
 
 // KV tiles per chunk that the caller asks for, or kUnsplit; 0: the planner chooses.
-// With `disable` a request is not split, whatever fixed_split_size says: both promise results that
-// do not depend on the batch, and serving engines set both at once.
+// In one pass a request is not split, whatever fixed_split_size says: serving engines set
+// disable_split_kv and fixed_split_size at once.
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
-  if (problem.split.disable || problem.must_not_split()) return kUnsplit;
+  if (problem.split.is_one_pass() || problem.must_not_split()) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
 }
 
@@ -66,17 +66,13 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
 
 void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& kernel) {
   const std::int32_t index = segments_.size();
-  const std::int32_t group_size = problem.gqa_ratio();
-  const TileShape& tile = kernel.tile_of(index);
-  Segment& segment =
-      segments_.add({.first_request = static_cast<std::int32_t>(requests_.size()),
-                     .num_requests = static_cast<std::int32_t>(problem.qo_indptr.size()) - 1,
-                     .num_kv_heads = problem.num_kv_heads,
-                     .group_size = group_size,
-                     .head_dim_vo = problem.head_dim_vo,
-                     .mask = problem.mask,
-                     .tile = {.rows = rows_per_tile(kernel.traits.tile_rows, tile.m, group_size),
-                              .keys = tile.n}});
+  Segment& segment = segments_.add(
+      {.first_request = static_cast<std::int32_t>(requests_.size()),
+       .num_requests = static_cast<std::int32_t>(problem.qo_indptr.size()) - 1,
+       .num_kv_heads = problem.num_kv_heads,
+       .head_dim_vo = problem.head_dim_vo,
+       .mask = problem.mask,
+       .tile = {.grid = kernel.query_grid(index, problem), .keys = kernel.tile_of(index).n}});
   requests_.resize(requests_.size() + segment.num_requests);
   for (std::int32_t i = 0; i < segment.num_requests; ++i) {
     RequestInfo& info = requests_[segment.first_request + i];
@@ -93,9 +89,9 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
 }
 
 void Planner::count_mask_tiles(const SegmentProblem& problem, Segment& segment) const {
-  const MaskTilesShape shape{.rows_per_tile = segment.tile.rows,
+  const MaskTilesShape shape{.rows_per_tile = segment.tile.grid.rows_per_tile,
                              .tile_keys = segment.tile.keys,
-                             .group_size = segment.group_size};
+                             .group_size = segment.tile.grid.group_size};
   segment.mask_tiles_begin.assign(1, 0);
   for (std::int32_t i = 0; i < segment.num_requests; ++i) {
     const RequestInfo& info = requests_[segment.first_request + i];
@@ -385,8 +381,10 @@ void Planner::write_merges(const Segment& segment, const SegmentWork& work,
     }
   }
   if (next == merges + segment.capacity.merges) return;
-  // Surplus merges of a CUDA graph: no chunks, and rows that begin where the first request ends.
-  const std::int32_t end_row = requests_[segment.first_request].qo_len * segment.group_size;
+  // Surplus merges of a CUDA graph: no chunks, and rows past the end of the first request.
+  const QueryGrid& grid = segment.tile.grid;
+  const RequestInfo& first_request = requests_[segment.first_request];
+  const std::int32_t end_row = first_request.qo_len * grid.group_size + grid.rows_per_tile;
   std::fill(next, merges + segment.capacity.merges,
             MergeItem{.request = segment.first_request, .row_begin = end_row});
 }

@@ -84,7 +84,6 @@ class Planner {
     std::int32_t first_request = 0;
     std::int32_t num_requests = 0;
     std::int32_t num_kv_heads = 0;
-    std::int32_t group_size = 1;
     std::int32_t head_dim_vo = 0;
     Mask mask = Mask::kBounds;
     TileExtent tile;

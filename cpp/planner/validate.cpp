@@ -86,7 +86,8 @@ void check_scalars(const SegmentProblem& problem) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
            ": must be a positive number of keys, or None to let the planner choose");
   }
-  if (problem.split.fixed_split_size > 0 && !problem.split.disable && problem.must_not_split()) {
+  if (problem.split.fixed_split_size > 0 && !problem.split.is_one_pass() &&
+      problem.must_not_split()) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
            ": keys are not split under a window (window_left = ", problem.window_left,
            ") or chunks (", problem.chunk_size,

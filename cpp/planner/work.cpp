@@ -1,6 +1,7 @@
 #include "planner/work.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace preflash {
 
@@ -30,22 +31,31 @@ std::size_t count_alike(std::span<const RequestInfo> requests, std::size_t first
   return end - first;
 }
 
+// Query tiles of a request for each KV head. Where lengths are upper bounds the device may find
+// that aligned tiles begin anywhere. validate() bounds qo_len * group by kMaxRequestLength, so that
+// int32 holds the rows.
+std::int32_t num_query_tiles(const SegmentPlan& segment, const RequestInfo& info) {
+  const QueryGrid& grid = segment.tile.grid;
+  const std::int32_t rows = info.qo_len * grid.group_size;
+  if (rows == 0) return 0;
+  std::int32_t before = grid.rows_before(info);
+  if (grid.aligned && segment.problem.lengths_are_upper_bounds) {
+    before = grid.rows_per_tile - std::gcd(grid.group_size, grid.rows_per_tile);
+  }
+  return before + rows > grid.rows_per_tile ? ceil_div(before + rows, grid.rows_per_tile) : 1;
+}
+
 }  // namespace
 
-// validate() bounds qo_len * group by kMaxRequestLength, so that int32 holds it.
 std::int64_t count_query_tiles(const SegmentPlan& segment) {
-  const std::int32_t group = segment.problem.gqa_ratio();
   std::int64_t total = 0;
-  for (const RequestInfo& info : segment.requests) {
-    const std::int32_t rows = info.qo_len * group;
-    total += rows > segment.tile.rows ? ceil_div(rows, segment.tile.rows) : rows > 0;
-  }
+  for (const RequestInfo& info : segment.requests) total += num_query_tiles(segment, info);
   return total;
 }
 
 std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
   const auto& [problem, requests, first_request, tile, cost] = segment;
-  const std::int32_t group = problem.gqa_ratio();
+  const std::int32_t group = tile.grid.group_size;
   std::vector<QueryTile> tiles;
   tiles.reserve(requests.size());
   for (std::size_t r = 0; r < requests.size();) {
@@ -53,15 +63,17 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
     const std::size_t alike = count_alike(requests, r);
     const std::int32_t request = first_request + static_cast<std::int32_t>(r);
     const MaskBounds bounds = bounds_of(problem, info);
-    const std::int32_t rows = info.qo_len * group;
-    for (std::int32_t row = 0; row < rows; row += tile.rows) {
-      const std::int32_t height = std::min(tile.rows, rows - row);
-      const RowSpan span{row / group, (row + height - 1) / group};
+    const std::int32_t num_tiles = num_query_tiles(segment, info);
+    for (std::int32_t t = 0; t < num_tiles; ++t) {
+      const std::int32_t row_begin = t * tile.grid.rows_per_tile;
+      const QueryRows rows = tile.grid.rows(info, row_begin);
+      RowSpan span = rows.tokens(group);
+      if (rows.count <= 0) span.first = span.last = info.qo_len - 1;  // rows of other lengths
       const TileRange range =
           touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
       tiles.push_back({.request = request,
-                       .row_begin = row,
-                       .rows = height,
+                       .row_begin = row_begin,
+                       .rows = tile.grid.partial_rows(info, rows),
                        .kv_begin = range.begin,
                        .kv_end = range.end,
                        .diagonal_end = diagonal_end(problem, bounds, span, range, tile.keys),

@@ -44,8 +44,8 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n);
 // batches often are alike.
 struct QueryTile {
   std::int32_t request = 0;
-  std::int32_t row_begin = 0;
-  std::int32_t rows = 0;
+  std::int32_t row_begin = 0;  // WorkItem::row_begin
+  std::int32_t rows = 0;       // QueryGrid::partial_rows()
   std::int32_t kv_begin = 0;
   std::int32_t kv_end = 0;
   std::int32_t diagonal_end = 0;  // custom masks: tiles from here on are past the diagonal
@@ -123,9 +123,9 @@ struct WorkList {
   bool costs_are_equal() const { return cost == num_items * longest; }
 };
 
-// Rows and keys of one tile. `rows` is rows_per_tile(), which may be less than the kernel's tile m.
+// Rows and keys of one tile.
 struct TileExtent {
-  std::int32_t rows = 0;
+  QueryGrid grid;
   std::int32_t keys = 0;
 };
 

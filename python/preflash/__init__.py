@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from . import _command
 
-if _command.is_starting():
-    # Help, the version and usage errors end the process here, before torch is imported. Every other
-    # import is eager: programs rely on it that `import preflash` registers its torch operators.
-    _command.parse(sys.argv[1:])
+# Help, the version, usage errors and `config` end the process here, before torch is imported. Every
+# other import is eager: programs rely on it that `import preflash` registers its torch operators.
+if _command.is_starting() and _command.parse(sys.argv[1:]).command == "config":
+    from .cli import main
+
+    sys.exit(main())
 
 from . import _core, attention, cascade, cudnn, decode, page, pod, prefill, quantization, sparse
 from ._compat.patch import patch_flashinfer

@@ -240,6 +240,7 @@ class AttentionOptions:
         soft_cap: float = ...,
         fixed_split_size: int = ...,
         disable_split: bool = ...,
+        one_pass: bool = ...,
         skip_factor: float = ...,
     ) -> None: ...
     @property
@@ -278,6 +279,8 @@ class AttentionOptions:
     def fixed_split_size(self) -> int: ...
     @property
     def disable_split(self) -> bool: ...
+    @property
+    def one_pass(self) -> bool: ...
     @property
     def skip_factor(self) -> float: ...
     # End of what options.toml says.

@@ -324,10 +324,10 @@ void check_devices(int count) {
   expect(says(services.combine(bad, {.device = 0}), "e5m2"), "combine: dtype");
   bad.o_dtype = DType::kFloat16;
   bad.head_dim_vo = 64;
-  bad.tile_rows = 64;
+  bad.grid.rows_per_tile = 64;
   accept(services.combine(bad, {.device = 0}));  // no merges
-  bad.tile_rows = 0;
-  expect(says(services.combine(bad, {.device = 0}), "tile_rows 0"), "combine: no rows");
+  bad.grid.rows_per_tile = 0;
+  expect(says(services.combine(bad, {.device = 0}), "rows_per_tile 0"), "combine: no rows");
 }
 
 }  // namespace

@@ -11,11 +11,14 @@ namespace preflash {
 struct SplitPolicy {
   // Keys per KV chunk, rounded up to whole tiles; 0 lets the planner choose.
   std::int32_t fixed_split_size = 0;
+  // One pass over the keys: with the promise of is_invariant(), or without it.
   bool disable = false;
+  bool one_pass = false;
 
   // True if the bits of a request's rows depend on the request alone: not on the rest of the batch,
   // nor on how its prompt was cut.
   constexpr bool is_invariant() const { return disable || fixed_split_size > 0; }
+  constexpr bool is_one_pass() const { return disable || one_pass; }
 
   friend bool operator==(const SplitPolicy&, const SplitPolicy&) = default;
 };

@@ -187,8 +187,7 @@ struct CombineParams {
   const float* partial_o = nullptr;         // [num_partial_rows, head_dim_vo]
   const PartialLse* partial_lse = nullptr;  // [num_partial_rows]
   RunExtras extras = {};                    // of the segment
-  std::int32_t tile_rows = 0;               // rows_per_tile()
-  std::int32_t group_size = 1;
+  QueryGrid grid = {};
   std::int32_t head_dim_vo = 0;
 };
 

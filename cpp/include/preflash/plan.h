@@ -49,11 +49,57 @@ PREFLASH_HD constexpr int rows_per_tile(TileRows tile_rows, int tile_m, int grou
   return token_aligned ? tile_m - tile_m % group_size : tile_m;
 }
 
+// The rows of a query tile: those of the request, and the whole tile, which may begin before the
+// request and end after it.
+struct QueryRows {
+  int begin = 0;
+  int count = 0;  // 0 or less: none
+  int tile_begin = 0;
+  int tile_end = 0;
+
+  // Tokens of the rows of the request, from that of the whole tile's first row on.
+  PREFLASH_HD constexpr RowSpan tokens(int group_size) const {
+    const int first = tile_begin / group_size - (tile_begin % group_size < 0 ? 1 : 0);
+    return {first, (begin + count - 1) / group_size};
+  }
+};
+
+// Cuts the packed rows of a request into query tiles. Aligned tiles begin at multiples of
+// rows_per_tile from the row whose position is 0, wherever the request's first row is: which rows
+// share a tile depends on their positions alone (ForwardKernel::aligns_query_tiles).
+struct QueryGrid {
+  int rows_per_tile = 1;
+  int group_size = 1;
+  bool aligned = false;
+
+  // Rows of the first tile before the request's first row.
+  PREFLASH_HD constexpr int rows_before(const RequestInfo& request) const {
+    if (!aligned) return 0;
+    const int rest = (request.kv_len - request.qo_len) % rows_per_tile * group_size % rows_per_tile;
+    return rest < 0 ? rest + rows_per_tile : rest;
+  }
+  // row_begin: of the tile, a multiple of rows_per_tile.
+  PREFLASH_HD constexpr QueryRows rows(const RequestInfo& request, int row_begin) const {
+    const int all = request.qo_len * group_size;
+    const int first = row_begin - rows_before(request);
+    const int end = first + rows_per_tile;
+    const int begin = aligned && first < 0 ? 0 : first;
+    return {begin, (end < all ? end : all) - begin, first, end};
+  }
+  // Partial rows that a tile has of each chunk. Those of aligned tiles are as many for every
+  // length that the device may find.
+  PREFLASH_HD constexpr int partial_rows(const RequestInfo& request, const QueryRows& rows) const {
+    if (!aligned) return rows.count;
+    const int all = request.qo_len * group_size;
+    return all < rows_per_tile ? all : rows_per_tile;
+  }
+};
+
 // One tile of packed rows of one KV head against one KV chunk. Packed row r of a request is token
 // r / group_size, query head kv_head * group_size + r % group_size. 16 bytes: one 128-bit load.
 struct alignas(16) WorkItem {
   std::int32_t request = 0;
-  std::int32_t row_begin = 0;  // first packed row; a multiple of rows_per_tile()
+  std::int32_t row_begin = 0;  // of the tile (QueryGrid); a multiple of rows_per_tile()
   std::int16_t kv_head = 0;
   std::int16_t chunk = 0;
   std::int32_t partial_row = kFinal;  // kFinal, or the first of the partial rows that it fills
@@ -72,8 +118,8 @@ PREFLASH_HD constexpr KeySpan chunk_of(const WorkItem& item, const RequestInfo& 
   return chunk;
 }
 
-// One tile whose KV was split. Its `rows`, rows_per_tile() of them or what the request has left,
-// have partials for every chunk, in chunk order: those of chunk i begin at first_row + i * rows.
+// One tile whose KV was split. Its rows have partials for every chunk, in chunk order: those of
+// chunk i begin at first_row + i * QueryGrid::partial_rows().
 // The combine kernel turns them into the tile's rows of o and lse.
 struct alignas(16) MergeItem {
   std::int32_t request = 0;

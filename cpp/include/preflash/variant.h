@@ -4,6 +4,7 @@
 #pragma once
 
 #include "preflash/item_record.h"
+#include "preflash/plan.h"
 #include "preflash/types.h"
 
 namespace preflash {
@@ -94,11 +95,21 @@ struct ForwardKernel {
   int ctas_per_item = 1;       // each reads the item's rows of q and makes a part of o's columns
   TileShape second_tile = {};  // of the second segment, where the kernel has two
   MaskTileUse mask_tile_use = MaskTileUse::kUnused;
+  // True if a row's bits depend on the first and last tile of keys of its query tile:
+  // batch-invariant plans then align query tiles (QueryGrid).
+  bool aligns_query_tiles = false;
   Tracing tracing = Tracing::kNone;
 
   // Returns the tile shape for one of the launch's segments.
   const TileShape& tile_of(int segment) const {
     return variant.segments == Segments::kTwo && segment == 1 ? second_tile : tile;
+  }
+  // Returns the grid of query tiles for one of the launch's segments.
+  QueryGrid query_grid(int segment, const AttentionOptions& options) const {
+    const int group_size = options.gqa_ratio();
+    return {.rows_per_tile = rows_per_tile(traits.tile_rows, tile_of(segment).m, group_size),
+            .group_size = group_size,
+            .aligned = aligns_query_tiles && options.split.is_invariant()};
   }
 };
 
@@ -115,6 +126,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 15;
+inline constexpr int kKernelAbiVersion = 16;
 
 }  // namespace preflash

@@ -52,42 +52,15 @@ __device__ __forceinline__ PartialLse warp_max(PartialLse value) {
   return value;
 }
 
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = kWarpSize / 2; step > 0; step /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, step);
-  }
-  return value;
-}
-
-// The row's log-sum-exp is base + log2(sum), and chunk i's share is 2^(lse[i] - base) / sum.
-struct RowSum {
-  PartialLse base;  // the largest term; 0 where all are -inf, so that no difference is NaN
-  float sum;        // 0: no key in any chunk, and no logit beside the keys'
-
-  __device__ float weight(const PartialLse& lse) const { return exp2f(difference(lse, base)); }
-  __device__ float lse() const {
-    return sum == 0.0f ? -INFINITY : base.high + (base.low + log2f(sum));
-  }
-  __device__ float inverse() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
-};
-
-// keyless: base 2, one more term of the sum, without a value; -inf: none.
-__device__ __forceinline__ RowSum sum_chunks(const PartialRow& row, float keyless, int lane) {
-  PartialLse largest{.high = 0.0f, .low = -INFINITY};
+// The largest of a row's terms of its log-sum-exp; 0 where all are -inf, so that no difference is
+// NaN. keyless: base 2, a term without a value; -inf: none.
+__device__ __forceinline__ PartialLse largest_term(const PartialRow& row, float keyless, int lane) {
+  PartialLse largest{.high = 0.0f, .low = keyless};
   for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
     largest = larger(largest, row.lse[chunk * row.stride_lse]);
   }
-  // Every lane adds it to the warp's results, so that it counts once.
-  const PartialLse keyless_lse{.high = 0.0f, .low = keyless};
-  largest = larger(warp_max(largest), keyless_lse);
-  RowSum total{.base = largest.low == -INFINITY ? PartialLse{} : largest, .sum = 0.0f};
-  float sum = 0.0f;
-  for (int chunk = lane; chunk < row.num_chunks; chunk += kWarpSize) {
-    sum += total.weight(row.lse[chunk * row.stride_lse]);
-  }
-  total.sum = warp_sum(sum) + total.weight(keyless_lse);
-  return total;
+  largest = warp_max(largest);
+  return largest.low == -INFINITY ? PartialLse{} : largest;
 }
 
 __device__ __forceinline__ void load_batch(float2 (&batch)[kBatch], const PartialRow& row,
@@ -102,30 +75,38 @@ __device__ __forceinline__ void load_batch(float2 (&batch)[kBatch], const Partia
   }
 }
 
-// The row's weighted mean in this lane's columns. `batch` holds the first chunks already.
-__device__ __forceinline__ float2 weighted_mean(float2 (&batch)[kBatch], const PartialRow& row,
-                                                const RowSum& total, int lane) {
-  const float inverse = total.inverse();
-  float2 mean = make_float2(0.0f, 0.0f);
+// The sum of a row's weights, and of O by them in this lane's columns. Both in the order of the
+// chunks: one without keys changes no bit, so it does not matter with which chunk a tile begins.
+struct RowSums {
+  float weights = 0.0f;  // 0: no key in any chunk, and no logit beside the keys'
+  float2 o = {};
+};
+
+// `batch` holds the first chunks already.
+__device__ __forceinline__ RowSums add_chunks(float2 (&batch)[kBatch], const PartialRow& row,
+                                              const PartialLse& base, int lane) {
+  RowSums sums;
   for (int first_chunk = 0; first_chunk < row.num_chunks; first_chunk += kBatch) {
     if (first_chunk > 0) load_batch(batch, row, first_chunk);
     // Lane i holds the weight of chunk first_chunk + i % kBatch.
-    int chunk = first_chunk + lane % kBatch;
-    float weight =
-        chunk < row.num_chunks ? total.weight(row.lse[chunk * row.stride_lse]) * inverse : 0.0f;
+    const int chunk = first_chunk + lane % kBatch;
+    const float weight =
+        chunk < row.num_chunks ? exp2f(difference(row.lse[chunk * row.stride_lse], base)) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      float share = __shfl_sync(kAllLanes, weight, i);
-      mean.x = fmaf(share, batch[i].x, mean.x);
-      mean.y = fmaf(share, batch[i].y, mean.y);
+      const float of_chunk = __shfl_sync(kAllLanes, weight, i);
+      sums.weights += of_chunk;
+      sums.o.x = fmaf(of_chunk, batch[i].x, sums.o.x);
+      sums.o.y = fmaf(of_chunk, batch[i].y, sums.o.y);
     }
   }
-  return mean;
+  return sums;
 }
 
 struct TileRow {
   int row;
-  int num_rows;  // of the tile
+  int packed_row;  // of the request
+  int stride;      // partial rows from a chunk to the next
 };
 
 template <class T>
@@ -135,32 +116,37 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
   const std::int64_t first_row = std::int64_t{merge.first_row} + place.row;
   const PartialRow row{
       .o = params.partial_o + first_row * params.head_dim_vo + column,
-      .stride_o = std::int64_t{place.num_rows} * params.head_dim_vo,
+      .stride_o = std::int64_t{place.stride} * params.head_dim_vo,
       .lse = params.partial_lse + first_row,
-      .stride_lse = place.num_rows,
+      .stride_lse = place.stride,
       .num_chunks = merge.num_chunks,
       .has_columns = column < params.head_dim_vo,
   };
   float2 batch[kBatch];
   load_batch(batch, row, 0);
 
-  const int packed_row = merge.row_begin + place.row;
-  const int head_in_group = packed_row % params.group_size;
-  const std::int64_t token = request.qo_begin + packed_row / params.group_size;
-  const std::int64_t head = std::int64_t{merge.kv_head} * params.group_size + head_in_group;
+  const int group_size = params.grid.group_size;
+  const std::int64_t token = request.qo_begin + place.packed_row / group_size;
+  const std::int64_t head =
+      std::int64_t{merge.kv_head} * group_size + place.packed_row % group_size;
   const float keyless =
       has_keyless(params.extras) ? sink(params.extras, static_cast<int>(head)) : -INFINITY;
-  const RowSum total = sum_chunks(row, keyless, lane);
-  const float2 mean = weighted_mean(batch, row, total, lane);
+  const PartialLse base = largest_term(row, keyless, lane);
+  RowSums sums = add_chunks(batch, row, base, lane);
+  sums.weights += exp2f(difference({.high = 0.0f, .low = keyless}, base));
 
   if (row.has_columns) {
+    const float factor = sums.weights == 0.0f ? 0.0f : 1.0f / sums.weights;
     T* o = static_cast<T*>(params.o.data) + token * params.o.stride_token +
            head * params.o.stride_head + column;
-    *reinterpret_cast<Pack<T, kWidth>*>(o) = {from_float<T>(mean.x), from_float<T>(mean.y)};
+    *reinterpret_cast<Pack<T, kWidth>*>(o) = {from_float<T>(sums.o.x * factor),
+                                              from_float<T>(sums.o.y * factor)};
   }
   if (column == 0 && params.lse.data != nullptr) {
+    const float lse =
+        sums.weights == 0.0f ? -INFINITY : base.high + (base.low + log2f(sums.weights));
     params.lse.data[token * params.lse.stride_token + head * params.lse.stride_head] =
-        total.lse() * params.lse.scale;
+        lse * params.lse.scale;
   }
 }
 
@@ -170,16 +156,21 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
 template <class T>
 __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const CombineParams params) {
   const MergeItem merge = params.merges[blockIdx.x];
-  const RequestInfo request = params.requests[merge.request];
-  const std::int64_t rows_left = std::int64_t{request.qo_len} * params.group_size - merge.row_begin;
-  const int num_rows = static_cast<int>(min(std::int64_t{params.tile_rows}, rows_left));
+  RequestInfo request = params.requests[merge.request];
+  if (const std::int32_t* kv_lens = params.extras.kv_lens; params.grid.aligned && kv_lens) {
+    request = with_keys(request, __ldg(kv_lens + merge.request));
+  }
+  const QueryRows rows = params.grid.rows(request, merge.row_begin);
+  const int stride = params.grid.partial_rows(request, rows);
   const int column_blocks = ceil_div(params.head_dim_vo, kWarpColumns);
   const int warp = threadIdx.x / kWarpSize;
   const int lane_column = threadIdx.x % kWarpSize * kWidth;
   wait_for_kernel_before();
-  for (int unit = blockIdx.y * kWarps + warp; unit < num_rows * column_blocks;
+  for (int unit = blockIdx.y * kWarps + warp; unit < rows.count * column_blocks;
        unit += gridDim.y * kWarps) {
-    combine_row<T>(params, merge, request, {.row = unit / column_blocks, .num_rows = num_rows},
+    const int row = unit / column_blocks;
+    combine_row<T>(params, merge, request,
+                   {.row = row, .packed_row = rows.begin + row, .stride = stride},
                    unit % column_blocks * kWarpColumns + lane_column);
   }
 }
@@ -190,7 +181,7 @@ cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_
   // One pass over a tile where there are few of them; with many, fewer CTAs each, since most of a
   // decode tile's rows are empty and a CTA that finds nothing to do still costs its launch.
   constexpr int kCtasPerSm = 4;
-  const int units = params.tile_rows * ceil_div(params.head_dim_vo, kWarpColumns);
+  const int units = params.grid.rows_per_tile * ceil_div(params.head_dim_vo, kWarpColumns);
   const int ctas_per_merge =
       std::clamp(ceil_div(num_sms * kCtasPerSm, params.num_merges), 1, ceil_div(units, kWarps));
   cudaLaunchConfig_t config = {};

@@ -18,7 +18,7 @@ CUTE_DEVICE ItemState read_decode_item(const Params& params, int index) {
   ItemState state;
   state.item = params.items[index];
   state.request = params.request(state.item.request);
-  state.num_rows = rows_in_use(segment, state.item, state.request);
+  state.num_rows = query_grid<Traits>(segment).rows(state.request, state.item.row_begin).count;
   state.tiles = {};
   if (state.num_rows <= 0) return state;
   state.tiles = tiles_of_rows<Traits>(segment, state.item, state.request, 0, state.num_rows);

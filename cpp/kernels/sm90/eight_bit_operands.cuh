@@ -28,11 +28,16 @@ struct EightBitOperands : WholeOperands<Traits> {
 
   // References of the sums; from prepare_o() on, the sums' factors to the item's last references.
   float reference[2];
-  // Tiles in the accumulators; starts so that an item's first tile goes to the sums on its own.
-  int tiles = kTilesAtOnce - 1;
+  int tiles;  // in the accumulators
   bool has_sums = false;
 
   using Base::Base;
+
+  // The first tile goes to the sums on its own, so `tiles` begins one below its limit.
+  CUTE_DEVICE void begin_item(const ItemState& item) {
+    Base::begin_item(item);
+    tiles = item.begins_late ? 0 : kTilesAtOnce - 1;
+  }
 
   CUTE_DEVICE void add_up(auto& softmax, const auto& segment) {
     this->first_pv = GMMA::ScaleOut::One;
@@ -59,7 +64,6 @@ struct EightBitOperands : WholeOperands<Traits> {
   }
   CUTE_DEVICE void finish_o() {
     take_sums();
-    tiles = kTilesAtOnce - 1;
     has_sums = false;
   }
 

@@ -18,6 +18,11 @@ const char* make_segment(const ForwardSegment& from, Segment& to) {
   static_cast<KernelSegment&>(to) = KernelSegment::make(from);
   to.rows_per_tile =
       rows_per_tile(traits_of(kVariant.family).tile_rows, Traits::kTileM, from.group_size);
+  if (Traits::kAlignsQueryTiles && from.split.is_invariant()) {
+    constexpr int kMostKeys = 1 << 30;
+    const int chunk = from.split.is_one_pass() ? kMostKeys : from.split.fixed_split_size;
+    to.aligned_chunk_tiles = ceil_div(std::min(chunk, kMostKeys), Traits::kItemTileN);
+  }
   to.mask_tiles_begin = from.mask_tiles_begin;
   to.x_per_logit = kLog2E / to.logits.scale_log2;
   to.max_sum = SpeculativeSoftmax::max_sum(from.lse.form, kVariant.q_dtype);
@@ -98,6 +103,7 @@ ForwardKernel forward_kernel_entry() {
     entry.smem_bytes = kSmemBytes<V>;
     entry.launch = &launch_forward<V>;
     entry.ctas_per_item = Traits::kClusterSize;
+    entry.aligns_query_tiles = Traits::kAlignsQueryTiles;
     if constexpr (Traits::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
     if constexpr (Traits::kSegments == 2) entry.second_tile = V::kSecondTile;
   }

@@ -287,7 +287,7 @@ struct ForwardMainloop {
     tiles.mask_first(s.item, s.ahead, operands.rows_of_s());
     skipped.begin(coordinates, operands.rows_of_s());
     softmax.begin(operands.rows_of_s(), scores.bias.shift(tile), segment(s.item));
-    operands.first_pv = GMMA::ScaleOut::Zero;
+    operands.begin_item(smem.items[s.item.slot]);
   }
 
   // P of S, unless the tile is skipped.

@@ -10,6 +10,8 @@ namespace preflash::sm90 {
 
 struct HopperSegment : KernelSegment {
   std::int32_t rows_per_tile;  // token-aligned, except where a group exceeds the tile
+  // Aligned query tiles (QueryGrid): tiles of keys that a split chunk has. 0: they are not aligned.
+  std::int32_t aligned_chunk_tiles;
 
   // Loads.
   TensorMaps maps;
@@ -29,6 +31,12 @@ struct ConversionSegment : HopperSegment {
 
 template <class Traits>
 using SegmentOf = cute::conditional_t<Traits::kConverts, ConversionSegment, HopperSegment>;
+
+template <class Traits>
+CUTE_DEVICE QueryGrid query_grid(const HopperSegment& params) {
+  return {params.rows_per_tile, params.group_size,
+          Traits::kAlignsQueryTiles && params.aligned_chunk_tiles > 0};
+}
 
 template <class Traits>
 using ParamsOf = LaunchParams<SegmentOf<Traits>, Traits::kSegments>;

@@ -34,6 +34,10 @@ struct ForwardTraits {
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   // True if 8-bit operands are multiplied as stored, with V transposed (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
+  // True if a row's O is added up in groups of tiles that begin with its query tile's first one
+  // (eight_bit_operands.cuh). A query tile begins in one of two tiles of keys (begins_late()).
+  static constexpr bool kAlignsQueryTiles = kTransposesV;
+  static_assert(!kAlignsQueryTiles || kTile.m <= kTile.n);
   static constexpr bool kHasFactors = kConverts || kTransposesV;
   static constexpr bool kChoosesOutput = kConverts || kTransposesV;
 

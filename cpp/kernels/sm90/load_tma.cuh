@@ -49,10 +49,13 @@ struct QLoader {
   }
 };
 
+inline constexpr int kMostBoxRows = 256;
+
 // The coordinates of box lane_id() of an item's tile of K or V. Only rows of keys in range are
 // fetched: pages below a window may have been recycled, and rows past the request's end may be
 // another request's.
-// r > 0: a box that is loaded row by row. Its first r rows are used, from x on.
+// r > 0: a box that is loaded row by row, x is that of its first row. Used are the rows from r /
+// kMostBoxRows to r % kMostBoxRows: a number more in each box would slow all of them down.
 template <class Traits>
 CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const ItemKeys& item,
                                            int tile) {
@@ -64,9 +67,8 @@ CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const It
   TmaCoordinates coordinates{0, 0, num_rows - box_rows};
   if (num_rows == 0 || lane_id() * box_rows >= Traits::kItemTileN) return coordinates;
   if (params.box.tail_rows == 0 && end < box_key + box_rows) {
-    // The request's own keys below a window are in the same page.
+    coordinates.r = (first - box_key) * kMostBoxRows + end - box_key;
     first = box_key;
-    coordinates.r = end - box_key;
   }
   if (params.page_indices == nullptr) {
     coordinates.x = item.kv_begin + first;
@@ -125,7 +127,8 @@ CUTE_DEVICE void load_boxes(const KvMaps& maps, TMA::CacheHintSm90 hint, int box
         }
 #pragma unroll 1
         for (int i = 0; i < box_rows; ++i) {
-          load(maps.row, {box.page, box.x + i, i < box.r ? 0 : -1}, row + i);
+          const bool used = i >= box.r / kMostBoxRows && i < box.r % kMostBoxRows;
+          load(maps.row, {box.page, box.x + i, used ? 0 : -1}, row + i);
         }
       }
     });

@@ -20,6 +20,7 @@ struct ItemState {
   int num_rows;  // rows of the tile in use; the others hold stale data
   // The part of `tiles` that the rows of each consumer warpgroup touch: at least one tile.
   TileRange warpgroup_tiles[kMaxConsumers];
+  bool begins_late;  // of an aligned query tile (work_items.cuh)
 #ifdef PREFLASH_TRACE
   int record;  // of ForwardParams::records
 #endif

@@ -59,6 +59,7 @@ struct Accumulators {
   // q_read advances later, when the warpgroup has come to the item's end.
   CUTE_DEVICE void release_q() { release(smem.barriers.q.empty[q_read.index()]); }
 
+  CUTE_DEVICE void begin_item(const ItemState&) { first_pv = GMMA::ScaleOut::Zero; }
   // O has a P V that is not an item's last one: the next one adds to it.
   CUTE_DEVICE void add_up(const auto&, const auto&) { first_pv = GMMA::ScaleOut::One; }
   // Hooks at an item's end: its last references are final; all of O is complete.

@@ -16,10 +16,16 @@ CUTE_DEVICE int2 items_of_cta(const auto& params) {
   return {__ldg(params.cta_begin + list), __ldg(params.cta_begin + list + 1)};
 }
 
-// The rows of an item's tile in use: 0 or less where the plan was made for longer requests.
-CUTE_DEVICE int rows_in_use(const HopperSegment& params, const WorkItem& item,
-                            const RequestInfo& request) {
-  return min(request.qo_len * params.group_size - item.row_begin, params.rows_per_tile);
+// True if the first tile of keys of a whole query tile comes before `tiles`, the tiles of an item
+// with fewer rows. A decode step is causal, whatever its plan says.
+CUTE_DEVICE bool begins_late(const HopperSegment& params, const WorkItem& item,
+                             const RequestInfo& request, const QueryRows& rows,
+                             const TileRange& tiles, int tile_keys) {
+  const bool causal = bounds_of(params, request).causal || request.qo_len == 1;
+  if (params.aligned_chunk_tiles == 0 || !causal) return false;
+  const int last_token = (rows.tile_end - 1) / params.group_size;
+  const int end = ceil_div(request.kv_len - request.qo_len + last_token + 1, tile_keys);
+  return tiles.end < min(end, (item.chunk + 1) * params.aligned_chunk_tiles);
 }
 
 CUTE_DEVICE KeySpan keys_of_item(const HopperSegment& params, const WorkItem& item,
@@ -28,15 +34,20 @@ CUTE_DEVICE KeySpan keys_of_item(const HopperSegment& params, const WorkItem& it
   return {bounds_of(params, request).first_key(first_token), request.kv_len};
 }
 
+// The KV tiles that tokens of an item touch.
+template <class Traits>
+CUTE_DEVICE TileRange tiles_of_tokens(const HopperSegment& params, const WorkItem& item,
+                                      const RequestInfo& request, RowSpan tokens) {
+  return touched_tiles(bounds_of(params, request), tokens, chunk_of(item, request),
+                       Traits::kItemTileN, Mask::kBounds);
+}
 // The KV tiles that rows [first, end) of an item touch.
 template <class Traits>
 CUTE_DEVICE TileRange tiles_of_rows(const HopperSegment& params, const WorkItem& item,
                                     const RequestInfo& request, int first, int end) {
-  MaskBounds bounds = bounds_of(params, request);
-  RowSpan rows{unpack_row(params, item.row_begin + first).token,
-               unpack_row(params, item.row_begin + end - 1).token};
-  KeySpan chunk = chunk_of(item, request);
-  return touched_tiles(bounds, rows, chunk, Traits::kItemTileN, Mask::kBounds);
+  return tiles_of_tokens<Traits>(params, item, request,
+                                 {unpack_row(params, item.row_begin + first).token,
+                                  unpack_row(params, item.row_begin + end - 1).token});
 }
 
 // The KV tiles that the rows of one consumer warpgroup touch: if none, that of the item's
@@ -80,19 +91,25 @@ struct ItemProducer {
     WorkItem item;
     RequestInfo request;
     TileRange tiles = {};
-    int num_rows = 0;
+    QueryRows rows;
     for (; index < end; ++index) {
       item = params.items[index];
       request = params.request(item.request);
       const HopperSegment& segment = params.segment_of(request);
-      num_rows = rows_in_use(segment, item, request);
-      if (num_rows <= 0) continue;
-      tiles = tiles_of_rows<Traits>(segment, item, request, 0, num_rows);
+      // None where the plan was made for longer requests.
+      rows = query_grid<Traits>(segment).rows(request, item.row_begin);
+      if (rows.count <= 0) continue;
+      item.row_begin = rows.begin;
+      if (query_grid<Traits>(segment).aligned) {
+        tiles = tiles_of_tokens<Traits>(segment, item, request, rows.tokens(segment.group_size));
+      } else {
+        tiles = tiles_of_rows<Traits>(segment, item, request, 0, rows.count);
+      }
       if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, tiles);
       if (tiles.count() > 0) break;
       ItemTimer timer;
       timer.start();
-      ForwardEpilogue<Traits>{segment, item, request, num_rows}.run_empty();
+      ForwardEpilogue<Traits>{segment, item, request, rows.count}.run_empty();
       if (lane_id() == 0) timer.stop(params, record(), item);
     }
     ++index;
@@ -104,7 +121,10 @@ struct ItemProducer {
       state.request = request;
       state.tiles = tiles;
       state.keys = keys_of_item(segment, item, request);
-      state.num_rows = num_rows;
+      state.num_rows = rows.count;
+      if constexpr (Traits::kAlignsQueryTiles) {
+        state.begins_late = begins_late(segment, item, request, rows, tiles, Traits::kItemTileN);
+      }
       note_record(state, record() - Traits::kClusterSize);
 #pragma unroll 1
       for (int w = 0; w < Traits::kConsumers; ++w) {

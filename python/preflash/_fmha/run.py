@@ -107,7 +107,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     """Lengths on the GPU: a plan for the longest requests, with the lengths put into it there."""
     operands = call.operands
     # Chunks of the keys would be those of the longest requests, and empty in most others.
-    options = call.options.replace(disable_split=True)
+    options = call.options.replace(one_pass=True)
     if options.kv_dtype != options.q_dtype:  # copies would be of keys that the plan knows of
         options = prepass.without(options)
     key = (

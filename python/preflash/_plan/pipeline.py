@@ -52,7 +52,7 @@ def plan(
     if room is not None and counted.int_bytes > room:
         if len(requests) == 1 and not first.options.fixed_split_size:
             # Without a split the work list is shorter.
-            unsplit = first._replace(options=first.options.replace(disable_split=True))
+            unsplit = first._replace(options=first.options.replace(one_pass=True))
             counted = backend.plan(workspace.float_bytes, unsplit)
         if counted.int_bytes > room:
             raise ValueError(

@@ -118,6 +118,7 @@ void fill_segment(Keywords& given, CaseSegment& out, SegmentProblem& problem) {
   problem.split.disable = given.take("disable_split_kv", false);
   problem.graph_max_rows = given.take("graph_max_rows", 0);
   problem.graph_mask_bytes = given.take("graph_mask_bytes", std::int64_t{0});
+  out.kernel.aligns_query_tiles = given.take("aligns_query_tiles", false);
   if (given.take("mask_tiles", false)) out.kernel.mask_tile_use = MaskTileUse::kUsed;
   out.kernel.variant.position = problem.position;
   out.kernel.variant.mask = problem.mask;
