@@ -1,11 +1,11 @@
 """Small classes stand in for SGLang's, and Engine calls preflash's backend as SGLang does."""
 
-import dataclasses
 import enum
 import math
 from types import SimpleNamespace
 
 import torch
+from engine_modules import Request, close
 from preflash.testing.oracle import Pipeline, attend
 
 D, HEADS, KV_HEADS, SCALE = 64, 4, 2, 0.2
@@ -106,16 +106,6 @@ class WindowPool(Pool):
     def set_kv_buffer(self, layer, loc, *args):
         assert (loc.swa_loc is not None) == (layer.sliding_window_size >= 0)
         super().set_kv_buffer(layer, loc, *args)
-
-
-@dataclasses.dataclass
-class Request:
-    """A request of a step. The new tokens are the last of its keys; encoder: tokens of an encoder
-    before them."""
-
-    new: int
-    total: int
-    encoder: int = 0
 
 
 class Engine:
@@ -298,12 +288,6 @@ def reference(q, pairs, requests, layer, engine, masks=None, sinks=None):
         out.append(attend(q[rows : rows + request.new], k, v, pipeline, custom=mask).out)
         rows += request.new
     return torch.cat(out)
-
-
-def close(got, wanted, tolerance=0.01):
-    assert got.shape == wanted.shape
-    error = (got.double().cpu() - wanted).abs().max()
-    assert error < tolerance * max(1.0, float(wanted.abs().max())), error
 
 
 NUM_STEPS = 4

@@ -44,16 +44,6 @@ PROGRAMS = {
         """,
         "384.0",
     ),
-    "as flashinfer": (
-        """
-        import preflash as flashinfer
-        print(flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper.__name__)
-        print(flashinfer.BatchPrefillWithRaggedKVCacheWrapper.__name__)
-        print(flashinfer.quantization.packbits is flashinfer.packbits)
-        print(flashinfer.cascade.merge_state is flashinfer.merge_state)
-        """,
-        "BatchPrefillWithPagedKVCacheWrapper\nBatchPrefillWithRaggedKVCacheWrapper\nTrue\nTrue",
-    ),
     "refuses a GPU without one": (
         """
         import torch, preflash

@@ -2,7 +2,6 @@
 files."""
 
 import enum
-import importlib
 import subprocess
 import sys
 import types
@@ -10,8 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_modules import add_modules
-from interpreter_steps import interpreter_steps
+from engine_modules import (
+    DECODES,
+    MIXED,
+    Request,
+    add_modules,
+    close,
+    import_afresh,
+    recorded_plans,  # noqa: F401
+)
 from preflash.integrations import sglang as integration
 from sglang_stand_ins import (
     KV_HEADS,
@@ -25,9 +31,7 @@ from sglang_stand_ins import (
     Graph,
     Layer,
     Mode,
-    Request,
     WriteLoc,
-    close,
     reference,
 )
 
@@ -45,7 +49,7 @@ OURS = tuple(
 
 @pytest.fixture
 def registry(monkeypatch):
-    """SGLang's lists of backends, and its hooks."""
+    """Stands in for SGLang's lists of backends, and its hooks."""
     hook_type = enum.Enum("HookType", "BEFORE AFTER")
     found = SimpleNamespace(
         factories={}, choices=["fa3"], deterministic=["triton"], hooks=[], before=hook_type.BEFORE
@@ -70,39 +74,35 @@ def registry(monkeypatch):
     return found
 
 
-def test_the_name_is_registered_once(registry):
+def test_the_name_and_the_hook(registry, monkeypatch):
+    """Both are registered once; the hook adds draft backends to SGLang's own."""
     integration.load_plugin()
     integration.register()
     assert list(registry.factories) == ["preflash"]
     assert registry.choices == ["fa3", "preflash"]
     assert registry.deterministic == ["triton", "preflash"]
-    ((target, _, kind),) = registry.hooks
+    ((target, hook, kind),) = registry.hooks
     assert target == "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     assert kind is registry.before
-
-
-def test_the_hook_adds_a_draft_backend(registry, monkeypatch):
-    integration.load_plugin()
-    ((_, hook, _),) = registry.hooks
-    backend = types.ModuleType("backend")
-    backend.PreflashAttnBackend = lambda runner: ("extend", runner)
-    draft = types.ModuleType("draft")
-    draft.PreflashMultiStepDraftBackend = lambda *given: ("decode", *given)
-    monkeypatch.setitem(sys.modules, f"{integration.__name__}.backend", backend)
-    monkeypatch.setitem(sys.modules, f"{integration.__name__}.draft", draft)
+    made = {"PreflashAttnBackend": lambda *given: ("extend", *given)}
+    steps = {"PreflashMultiStepDraftBackend": lambda *given: ("decode", *given)}
+    for name, values in zip(OURS[-2:], (made, steps), strict=True):
+        module = types.ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
     assert registry.factories["preflash"]("target") == ("extend", "target")
     factory = SimpleNamespace(draft_model_runner="draft", topk=4, speculative_num_steps=3)
     theirs = {"fa3": lambda: None}
-    arguments, named = hook(factory, "prefill_attention_backend", theirs, "not {backend_type}")
-    assert arguments[:2] == (factory, "prefill_attention_backend")
-    assert arguments[3] == "not {backend_type}"
-    assert named == {"stamps_children": False}
+    for name, stamps, expected in (
+        ("prefill_attention_backend", {}, ("extend", "draft")),
+        ("decode_attention_backend", {"stamps_children": True}, ("decode", "draft", 4, 3)),
+    ):
+        arguments, named = hook(factory, name, theirs, "not {backend_type}", **stamps)
+        assert named == {"stamps_children": False, **stamps}
+        assert (*arguments[:2], arguments[3]) == (factory, name, "not {backend_type}")
+        assert arguments[2]["fa3"] is theirs["fa3"]
+        assert arguments[2]["preflash"]() == ("preflash", expected)
     assert list(theirs) == ["fa3"]
-    assert arguments[2]["fa3"] is theirs["fa3"]
-    assert arguments[2]["preflash"]() == ("preflash", ("extend", "draft"))
-    arguments, named = hook(factory, "decode_attention_backend", theirs, "", stamps_children=True)
-    assert named == {"stamps_children": True}
-    assert arguments[2]["preflash"]() == ("preflash", ("decode", "draft", 4, 3))
 
 
 def test_without_sglang(monkeypatch, capsys):
@@ -125,7 +125,7 @@ def test_the_package_imports_nothing_of_sglang():
 
 @pytest.fixture
 def sglang(monkeypatch, target):
-    """The backend's classes on stand-ins, for the target's device."""
+    """Imports the backend's classes on stand-ins, for the target's device."""
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
     found = SimpleNamespace(
         parallel=SimpleNamespace(attn_dcp_size=1, attn_cp_size=1),
@@ -148,18 +148,12 @@ def sglang(monkeypatch, target):
         "speculative.spec_utils": {"resolve_draft_decode_window": lambda _: found.state.window},
     }
     add_modules(monkeypatch, {f"sglang.srt.{name}": module for name, module in modules.items()})
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    ours = {name.rpartition(".")[2]: importlib.import_module(name) for name in OURS}
-    found.backend = ours["backend"].PreflashAttnBackend
-    found.draft = ours["draft"].PreflashMultiStepDraftBackend
-    yield found
-    for name in OURS:
-        sys.modules.pop(name, None)
+    *_, backend, draft = import_afresh(monkeypatch, OURS)
+    found.backend = backend.PreflashAttnBackend
+    found.draft = draft.PreflashMultiStepDraftBackend
+    return found
 
 
-MIXED = (Request(1, 40), Request(7, 7), Request(3, 50), Request(1, 17))
-DECODES = tuple(Request(1, n) for n in (40, 7, 50, 17))
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
 
 
@@ -189,6 +183,7 @@ ENGINES = {
         )
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     },
+    "lengths_on_the_device_alone": ([{}, WINDOW], {}, {"seq_lens_cpu": None}),
     # A checkpoint has scales whatever --kv-cache-dtype is; SGLang writes a 16-bit cache without.
     "scales_without_fp8": ([scales(0.05, 0.05)], {}, {}),
 }
@@ -218,21 +213,15 @@ def test_cross_attention(sglang, page_size, known):
 
 
 def test_an_encoder(sglang):
-    engine = Engine(sglang, {"attn_type": AttentionType.ENCODER_ONLY})
+    engine = Engine(sglang, ENCODER)
     engine.check((Request(9, 9), Request(33, 33)))
     assert engine.pool.pairs[0][0].isnan().all()  # it has no cache
 
 
-def test_lengths_on_the_device_alone(sglang):
-    engine = Engine(sglang, {}, WINDOW, page_size=16)
-    engine.check(DECODES, Mode.DECODE, seq_lens_cpu=None)
-
-
-def test_bounds_that_are_larger_than_the_lengths(sglang):
-    engine = Engine(sglang, page_size=16)
-    bounds = torch.tensor([request.total + 37 for request in MIXED])
-    engine.check(MIXED, seq_lens_cpu=bounds)
-    engine.check(MIXED, seq_lens_cpu=bounds + MAX_TOKENS, seed=1)
+@pytest.mark.parametrize("more", [37, MAX_TOKENS])
+def test_bounds_that_are_larger_than_the_lengths(sglang, more):
+    bounds = torch.tensor([request.total + more for request in MIXED])
+    Engine(sglang, page_size=16).check(MIXED, seq_lens_cpu=bounds)
 
 
 def cached(engine, requests):
@@ -277,21 +266,16 @@ def test_rows_of_padding_are_zero(sglang):
 
 
 @pytest.mark.parametrize("topk", [None, 4])
-def test_a_step_is_planned_in_cpp_once_for_each_form(sglang, topk):
+def test_layers_of_one_form_share_a_plan(sglang, topk, plans):
     """Trees that are verified between steps leave the plans of other steps."""
     options = {} if topk is None else speculative(sglang, topk=topk)
     engine = Engine(sglang, {}, {}, {} if topk else WINDOW, **options)
-    steps = []
     for seed, requests in enumerate((MIXED, DECODES, MIXED[:2])):
-        engine.step(requests, seed)
-        batch = engine.batch(requests, Mode.EXTEND)
-        begin = engine.backend.init_forward_metadata
-        steps.append(interpreter_steps(lambda begin=begin, batch=batch: begin(batch)))
-        assert len(engine.backend.plans.wrappers) == (1 if topk else 2)
+        plans.clear()
         engine.check(requests, seed=seed)
+        assert len(engine.backend.plans.wrappers) == len(plans) == (1 if topk else 2)
         if topk:
             check_tree(engine)
-    assert max(steps[1:]) < steps[0] / 3
 
 
 def with_one_module(sglang, layer):

@@ -66,13 +66,9 @@ def broken(header: str) -> list[str]:
     return [line for line in recorded(header) if line not in kept]
 
 
-def test_the_header_keeps_its_abi():
+def test_the_header_keeps_its_abi_and_the_record_is_whole():
     header = HEADER.read_text()
     assert broken(header) == [], "raise PREFLASH_ABI_VERSION, or undo the change"
-
-
-def test_the_whole_interface_is_recorded():
-    header = HEADER.read_text()
     added = set(interface(header)) - set(recorded(header))
     assert sorted(added) == [], "append these lines to the recorded file"
 
@@ -108,29 +104,20 @@ BREAKS = {
         "PREFLASH_BFLOAT16 = 7",
         ["preflash_dtype PREFLASH_BFLOAT16 = 2"],
     ),
+    # What is appended breaks nothing.
+    "an appended member": ("  int32_t reserved;", "  int32_t reserved;\n  int64_t added;", []),
+    "an appended value": ("FLOAT8_E5M2 = 4", "FLOAT8_E5M2 = 4, PREFLASH_ADDED = 5", []),
+    "an appended function": (REMOVED, f"{REMOVED}\nPREFLASH_API int preflash_added(void);", []),
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_breaks_are_found(name):
-    before, after, expected = BREAKS[name]
+@pytest.mark.parametrize(("before", "after", "expected"), BREAKS.values(), ids=BREAKS)
+def test_breaks_are_found(before, after, expected):
     header = HEADER.read_text()
     assert header.count(before) == 1
     found = broken(header.replace(before, after))
-    assert [line for line in expected if line not in found] == []
-
-
-def test_appended_members_values_and_functions_are_no_break():
-    header = HEADER.read_text()
-    appended = [
-        ("  int32_t reserved;", "  int32_t reserved;\n  int64_t added;"),
-        ("PREFLASH_FLOAT8_E5M2 = 4", "PREFLASH_FLOAT8_E5M2 = 4, PREFLASH_ADDED = 5"),
-        (REMOVED, f"{REMOVED}\nPREFLASH_API int preflash_added(void);"),
-    ]
-    for before, after in appended:
-        assert header.count(before) == 1
-        header = header.replace(before, after)
-    assert broken(header) == []
+    assert set(expected) <= set(found)
+    assert bool(found) == bool(expected)
 
 
 if __name__ == "__main__":

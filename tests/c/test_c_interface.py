@@ -32,16 +32,22 @@ POSITIONS = [Position.NONE, Position.ROPE, Position.ALIBI]
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
+def output_of(*command, **environment: str) -> str:
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @functools.cache
 def config(*options: str) -> list[str]:
-    """Words that `python -m preflash config` prints."""
-    command = [sys.executable, "-m", "preflash", "config", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    """Returns the words that `python -m preflash config` prints."""
+    return output_of(sys.executable, "-m", "preflash", "config", *options).split()
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """compiled(source) is the program of a C file."""
+    """Compiles C files: compiled(source) is the program."""
     made: dict[Path, Path] = {}
     folder = tmp_path_factory.mktemp("c")
     flags = config("--cflags", "--libs")
@@ -50,25 +56,18 @@ def compiled(tmp_path_factory):
         if source not in made:
             made[source] = folder / source.stem
             command = ["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror"]
-            command += [*SANITIZE, source, *flags, "-lm", "-o", made[source]]
-            subprocess.run(command, check=True)
+            output_of(*command, *SANITIZE, source, *flags, "-lm", "-o", made[source])
         return made[source]
 
     return program
-
-
-def output_of(*command) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 # The cases.
 
 
 def strided(rows: torch.Tensor, view: torch.Tensor) -> tuple[bytes, list[int]]:
-    """The bytes of contiguous rows, and the header of a view of them: [token, head, dim], or [page,
-    token, head, dim]."""
+    """Returns the bytes of contiguous rows, and the header of a view of them: [token, head, dim],
+    or [page, token, head, dim]."""
     data = rows.view(torch.uint8).numpy().tobytes()
     if view.dim() == 3:
         view = view[None]
@@ -76,8 +75,8 @@ def strided(rows: torch.Tensor, view: torch.Tensor) -> tuple[bytes, list[int]]:
 
 
 def encoded(inputs: Inputs, *, bounds: bool = False, table: bool = False) -> bytes:
-    """The file of run_case.c. bounds: lengths are upper bounds, and the device has the numbers of
-    keys. table: pages are a block table."""
+    """Returns the file that run_case.c reads. bounds: lengths are upper bounds, and the device has
+    the numbers of keys. table: pages are a block table."""
     case = inputs.case
     out = torch.empty(*inputs.q.shape[:2], case.dim_vo, dtype=case.dtype_o)
     q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))
@@ -119,7 +118,7 @@ def encoded(inputs: Inputs, *, bounds: bool = False, table: bool = False) -> byt
 
 
 def packed(masks: list[torch.Tensor]) -> bytes:
-    """Bits of each request from a byte on, and 8 bytes behind them."""
+    """Packs the bits of each request from a byte on, with 8 bytes after them."""
     made = b""
     for mask in masks:
         bits = mask.flatten().to(torch.int64)
@@ -129,7 +128,7 @@ def packed(masks: list[torch.Tensor]) -> bytes:
 
 
 def computed(program: Path, folder: Path, inputs: Inputs, **form: bool):
-    """out and lse of run_case.c."""
+    """Returns out and lse of run_case.c."""
     case = inputs.case
     given, result = folder / "case", folder / "result"
     given.write_bytes(encoded(inputs, **form))
@@ -162,15 +161,11 @@ def test_cases(compiled, tmp_path, case, dtype):
 PAGED = Case("paged", (33, 1, 0, 70), (90, 40, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 
 
-@pytest.mark.parametrize("form", [{"bounds": True}, {"table": True}], ids=["bounds", "table"])
+@pytest.mark.parametrize("form", ["bounds", "table"])
 def test_lengths_and_pages_of_an_engine(compiled, tmp_path, form):
     inputs = build(PAGED)
-    runner.compare(
-        inputs, *computed(compiled(HERE / "run_case.c"), tmp_path, inputs, **form)
-    ).check()
-
-
-# What is wrong.
+    result = computed(compiled(HERE / "run_case.c"), tmp_path, inputs, **{form: True})
+    runner.compare(inputs, *result).check()
 
 
 def test_refusals(compiled):
@@ -179,26 +174,17 @@ def test_refusals(compiled):
     assert said.splitlines()[-1] == f"{rows} refusals, 0 failures"
 
 
-# Two segments, structs of other releases, other strides.
-
-
-def test_uses(compiled):
+def test_uses_that_no_case_has(compiled):
     assert output_of(compiled(HERE / "uses.c")).strip() == "0 failures"
 
 
-# The interface.
-
-
-def functions() -> list[str]:
-    return re.findall(r"^PREFLASH_API [^;]*?(preflash_\w+)\(", HEADER.read_text(), re.M)
-
-
 def test_every_function_is_a_symbol_with_a_version_and_nothing_else_is():
+    functions = re.findall(r"^PREFLASH_API [^;]*?(preflash_\w+)\(", HEADER.read_text(), re.M)
     (library,) = Path(config("--libdir")[0]).glob("libpreflash.so")
     listed = output_of("nm", "-D", "--defined-only", library)
     found = {line.split()[-1] for line in listed.splitlines() if " A " not in line}
-    assert found == {f"{name}@@PREFLASH_1" for name in functions()}
-    assert sorted(re.findall(r"^    (preflash_\w+);", MAP.read_text(), re.M)) == sorted(functions())
+    assert found == {f"{name}@@PREFLASH_1" for name in functions}
+    assert sorted(re.findall(r"^    (preflash_\w+);", MAP.read_text(), re.M)) == sorted(functions)
 
 
 def test_the_header_is_cpp_too(tmp_path):
@@ -206,8 +192,8 @@ def test_the_header_is_cpp_too(tmp_path):
     source.write_text(
         "#include <preflash/preflash.h>\npreflash_segment s = PREFLASH_SEGMENT_INIT;\n"
     )
-    subprocess.run(["c++", "-Wall", "-Werror", "-c", source, *config("--cflags"), "-o",
-                    tmp_path / "includes.o"], check=True)  # fmt: skip
+    made = tmp_path / "includes.o"
+    output_of("c++", "-Wall", "-Werror", "-c", source, *config("--cflags"), "-o", made)
 
 
 # The package's files for pkg-config and CMake.
@@ -225,12 +211,10 @@ target_link_libraries(prefill PRIVATE preflash::preflash m)
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="there is no pkg-config")
 def test_pkg_config_finds_the_package(tmp_path):
     (directory,) = config("--libdir")
-    environment = {**os.environ, "PKG_CONFIG_PATH": f"{directory}/pkgconfig"}
     command = ["pkg-config", "--cflags", "--libs", "preflash >= 0.1"]
-    flags = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    flags = output_of(*command, PKG_CONFIG_PATH=f"{directory}/pkgconfig").split()
     program = tmp_path / "prefill"
-    words = [*SANITIZE, *flags.stdout.split(), f"-Wl,-rpath,{directory}", "-lm"]
-    subprocess.run(["cc", EXAMPLE, *words, "-o", program], check=True)
+    output_of("cc", EXAMPLE, *SANITIZE, *flags, f"-Wl,-rpath,{directory}", "-lm", "-o", program)
     assert "largest error 0.00" in output_of(program)
 
 
@@ -243,9 +227,6 @@ def test_find_package_finds_the_package(tmp_path):
     output_of("cmake", "-S", tmp_path, "-B", tmp_path / "build", found, flags)
     output_of("cmake", "--build", tmp_path / "build")
     assert "largest error 0.00" in output_of(tmp_path / "build" / "prefill")
-
-
-# The examples.
 
 
 def test_the_example_in_c(compiled):

@@ -1,11 +1,11 @@
 """Fixtures call the command line in this process, or in a process of its own."""
 
-import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
 from preflash import cli
+from processes import finished
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,7 @@ def preflash_process(tmp_path):
     """Runs `python -m preflash <arguments>` outside the source tree."""
 
     def call(*arguments: str) -> Finished:
-        done = subprocess.run(
-            [sys.executable, "-m", "preflash", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = finished(sys.executable, "-m", "preflash", *arguments, cwd=tmp_path)
         return Finished(done.returncode, done.stdout, done.stderr)
 
     return call

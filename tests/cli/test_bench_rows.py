@@ -10,17 +10,17 @@ from preflash.cli.machine import choose_places
 from preflash.testing import oracle
 from preflash.testing.case import flops
 
-
-def by_name(rows):
-    return {row.name: row for row in rows}
+GPU_ROWS = {row.name: row for row in bench_rows.gpu_rows()}
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [False, True])
 def test_rows_are_named_once_and_refer_to_earlier_rows(device_type, quick):
+    kinds = (bench_rows.rows_for, pod.pod_rows_for, fmha.fmha_rows_for)
+    names = [row.name for rows_for in kinds for row in rows_for(device_type, quick)]
+    assert len(set(names)) == len(names)
     seen = set()
     for row in bench_rows.rows_for(device_type, quick):
-        assert row.name not in seen
         seen.add(row.name)
         if row.relative_to is not None:
             assert row.relative_to.name in seen
@@ -41,7 +41,7 @@ def test_prefill_beside_decode_is_checked_and_timed():
 
 def test_rows_beside_torchs_cudnn():
     """Requests of one length, and as many heads of q as of k: torch's call takes no others."""
-    cases = [row.case for row in bench_rows.gpu_rows() if Baseline.SDPA in row.baselines]
+    cases = [row.case for row in GPU_ROWS.values() if Baseline.SDPA in row.baselines]
     assert cases
     for case in cases:
         assert not case.paged
@@ -50,16 +50,12 @@ def test_rows_beside_torchs_cudnn():
 
 
 def test_rows_of_prefill_beside_decode():
-    rows = pod.pod_rows_for("cuda", quick=False)
-    assert len({row.name for row in rows}) == len(rows)
-    for row in rows:
+    for row in pod.pod_rows_for("cuda", quick=False):
         assert set(row.decode.qo_lens) == {1}
         assert row.case.num_qo_heads == row.decode.num_qo_heads
 
 
-def test_rows_of_the_fmha_call():
-    rows = fmha.fmha_rows_for("cuda", quick=False)
-    assert len({row.name for row in rows}) == len(rows)
+def test_pairs_of_the_modes_of_the_fmha_call():
     for mode in (fmha.CAUSAL, fmha.Mode(window_left=5), fmha.Mode(chunk=8)):
         assert mode.pairs(37) == int(oracle.kept(mode.pipeline, 37, 37).sum())
 
@@ -86,13 +82,12 @@ def test_modes_of_the_fmha_call_are_checked_and_timed(monkeypatch):
 
 
 def test_flops_count_causal_as_half():
-    rows = by_name(bench_rows.gpu_rows())
     for name, pairs in (("full", 4096**2), ("causal", 4096 * 4097 // 2)):
-        assert flops(rows[f"dense d128 s4096 {name}"].case) == 4 * 128 * 16 * 4 * pairs
+        assert flops(GPU_ROWS[f"dense d128 s4096 {name}"].case) == 4 * 128 * 16 * 4 * pairs
 
 
 def test_bytes_count_every_tensor_once():
-    row = by_name(bench_rows.gpu_rows())["decode 64x4k page 16"]
+    row = GPU_ROWS["decode 64x4k page 16"]
     keys_and_values = 64 * 4096 * 8 * 128 * 2 * 2
     queries_and_outputs = 64 * 32 * 128 * 2 * 2
     assert row.bytes() == keys_and_values + queries_and_outputs

@@ -1,9 +1,11 @@
-"""Commands are refused with exit code 2 before any work: the message names the argument, and
-nothing is written."""
+"""Commands are refused with exit code 2 before any work: the message names the argument or the
+variable of the environment, and nothing is written."""
 
 import json
+import os
 import shlex
 
+import prepass_policy
 import pytest
 
 DTYPES = "there are bf16 (bfloat16), f16 (float16)"
@@ -43,20 +45,32 @@ REFUSED = [
     *((f"variants {choice}", words)
       for choice in ("--family sm70", "--dtype f64", "--head-dim 520")
       for words in (choice, "families", "cpu")),
+    *((f"{name}=bogus {command}", f"{name}='bogus' in the environment")
+      for name in ("PREFLASH_BACKEND", "PREFLASH_PREPASS")
+      for command in ("check --quick", "bench --quick", "demo")),
+    # A check of cpu never passes for another backend, and a check of nothing is no success.
+    *((f"PREFLASH_BACKEND={given} check --quick --backend {asked}",
+       f"--backend {asked}: PREFLASH_BACKEND={given} in the env")
+      for given, asked in (("cpu", "fa2"), ("fa2", "cpu"))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSED)
-def test_refusals(preflash_command, tmp_path, command, message):
+def test_refusals(preflash_command, monkeypatch, tmp_path, command, message):
     if "--plot" in command:
         pytest.importorskip("matplotlib")
+    words = shlex.split(command)
+    if words[0].startswith("PREFLASH_"):
+        monkeypatch.setenv(*words.pop(0).split("="))
     (tmp_path / "directory.json").mkdir()
     rows = [{"name": "mixed", "dtype": "f32", "speed": {"preflash": 1.0}, "us": {"preflash": 1.0}}]
     machine = {"preflash": "1", "backend": "cpu", "name": "CPU"}
     (tmp_path / "mixed.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     before = sorted(tmp_path.iterdir())
-    done = preflash_command(*shlex.split(command))
+    with prepass_policy.forced(os.environ.get("PREFLASH_PREPASS", "auto")):
+        done = preflash_command(*words)
     assert done.code == 2
     assert message in done.err
+    assert "usage: " in done.err or done.err.count("\n") == 1
     assert done.out == ""
     assert sorted(tmp_path.iterdir()) == before

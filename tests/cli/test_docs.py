@@ -1,7 +1,6 @@
 """Links and anchors of the documents lead somewhere, and every example runs."""
 
 import os
-import pathlib
 import re
 from unittest import mock
 
@@ -32,51 +31,6 @@ def test_links_lead_somewhere(document):
         assert not anchor or anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
 
 
-def run(name, containing):
-    """Runs the one block of a document that contains these words, as it is printed."""
-    (example,) = [
-        block
-        for place, block in python_blocks().items()
-        if place.startswith(f"{name}:") and containing in block
-    ]
-    names = {"__name__": "__main__"}
-    with mock.patch.dict(os.environ):
-        exec(compile(example, name, "exec"), names)
-    return names
-
-
-def test_every_example_is_run_below():
-    here = pathlib.Path(__file__).read_text()
-    called = re.findall(r'(?:run)?\(\s*"([^"]+\.md)",\s*"([^"]+)"', here)
-    for place, block in python_blocks().items():
-        document = place.partition(":")[0]
-        assert [1 for file, text in called if file == document and text in block], place
-
-
-# Document, words of the block, and shapes of what it computes.
-SHAPES = [
-    ("README.md", "import preflash as flashinfer", {"o": (8, 32, 128), "lse": (8, 32)}),
-    ("docs/invariance.md", "batch_invariant=True", {}),
-    (
-        "docs/guide.md",
-        "single_prefill_with_kv_cache(q, k, v, causal=True)",
-        {"o": (128, 32, 128), "lse": (128, 32)},
-    ),
-    ("docs/guide.md", "@torch.compile", {"o": (9, 96)}),
-    ("docs/guide.md", "trtllm_fmha_v2_prefill", {"out": (300, 8, 128), "stats": (300, 8, 2)}),
-    ("docs/flashinfer.md", "as patch:", {}),
-    ("docs/flashinfer.md", "sys.stderr", {}),
-]
-
-
-@pytest.mark.parametrize(("document", "containing", "shapes"), SHAPES)
-def test_examples_that_show_shapes(document, containing, shapes):
-    names = run(document, containing)
-    for name, shape in shapes.items():
-        assert names[name].shape == shape
-        assert names[name].isfinite().all()
-
-
 def assert_close(result, expected):
     """Compares bfloat16 results of kernels that may add in another order."""
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
@@ -87,45 +41,86 @@ def cached(kv, pages, length):
     return (x.flatten(0, 1)[:length] for x in kv[pages].unbind(1))
 
 
-def test_a_batch():
-    names = run("docs/guide.md", "wrapper.run(q, kv_cache[layer])")
-    q, kv = names["q"], names["kv_cache"][-1]
-    second = preflash.single_prefill_with_kv_cache(q[3:], *cached(kv, [2, 3, 4], 33), causal=True)
-    assert_close(names["o"][3:], second)
+def causal(q, k, v):
+    return preflash.single_prefill_with_kv_cache(q, k, v, causal=True)
 
 
-def test_prefill_beside_decode():
-    names = run("docs/guide.md", "pod.run(")
-    prefill = preflash.single_prefill_with_kv_cache(
-        names["q_p"], names["k_p"], names["v_p"], causal=True
-    )
-    assert_close(names["out_p"], prefill)
-    first = preflash.single_decode_with_kv_cache(
-        names["q_d"][0], *cached(names["kv_cache"], [0, 1], 20)
-    )
-    assert_close(names["out_d"][0], first)
+def shapes(**expected):
+    def check(names):
+        for name, shape in expected.items():
+            assert names[name].shape == shape
+            assert names[name].isfinite().all()
+
+    return check
 
 
-def test_merging():
-    names = run("docs/guide.md", "merge_state_in_place")
+def a_batch(names):
+    keys = cached(names["kv_cache"][-1], [2, 3, 4], 33)
+    assert_close(names["o"][3:], causal(names["q"][3:], *keys))
+
+
+def prefill_beside_decode(names):
+    assert_close(names["out_p"], causal(names["q_p"], names["k_p"], names["v_p"]))
+    keys = cached(names["kv_cache"], [0, 1], 20)
+    assert_close(names["out_d"][0], preflash.single_decode_with_kv_cache(names["q_d"][0], *keys))
+
+
+def merging(names):
     whole = preflash.single_prefill_with_kv_cache_return_lse(names["q"], names["k"], names["v"])
     torch.testing.assert_close((names["o"], names["lse"]), whole)
     torch.testing.assert_close((names["v_a"], names["s_a"]), whole)
 
 
-def test_cuda_graphs():
-    names = run("docs/guide.md", "graph.replay()")
+def cuda_graphs(names):
     keys = cached(names["kv"], [5, 6, 7], 40)
-    alone = preflash.single_prefill_with_kv_cache(names["q"][:3], *keys, causal=True)
-    assert_close(names["out"][:3], alone)
+    assert_close(names["out"][:3], causal(names["q"][:3], *keys))
 
 
-def test_several_gpus():
-    names = run("docs/guide.md", "context_parallel_prefill")
-    whole = preflash.single_prefill_with_kv_cache(names["q"], names["k"], names["v"], causal=True)
-    assert_close(names["out"], whole)
+def several_gpus(names):
+    assert_close(names["out"], causal(names["q"], names["k"], names["v"]))
 
 
-def test_transformers():
-    pytest.importorskip("transformers", minversion="5.20")
-    assert run("docs/guide.md", "from_config")["logits"].isfinite().all()
+def transformers(names):
+    assert names["logits"].isfinite().all()
+
+
+GUIDE = "docs/guide.md"
+# A document, words of one of its blocks, and a check of the names that the block leaves.
+EXAMPLES = [
+    ("README.md", "import preflash as flashinfer", shapes(o=(8, 32, 128), lse=(8, 32))),
+    ("docs/invariance.md", "batch_invariant=True", shapes()),
+    ("docs/flashinfer.md", "as patch:", shapes()),
+    ("docs/flashinfer.md", "sys.stderr", shapes()),
+    (GUIDE, "_cache(q, k, v, causal=True)", shapes(o=(128, 32, 128), lse=(128, 32))),
+    (GUIDE, "@torch.compile", shapes(o=(9, 96))),
+    (GUIDE, "trtllm_fmha_v2_prefill", shapes(out=(300, 8, 128), stats=(300, 8, 2))),
+    (GUIDE, "wrapper.run(q, kv_cache[layer])", a_batch),
+    (GUIDE, "pod.run(", prefill_beside_decode),
+    (GUIDE, "merge_state_in_place", merging),
+    (GUIDE, "graph.replay()", cuda_graphs),
+    (GUIDE, "context_parallel_prefill", several_gpus),
+    (GUIDE, "from_config", transformers),
+]
+
+
+def blocks_of(document: str, words: str) -> list[str]:
+    """Returns the places of the document's blocks that contain these words."""
+    blocks = python_blocks().items()
+    return [at for at, block in blocks if at.startswith(f"{document}:") and words in block]
+
+
+@pytest.mark.parametrize(("document", "words", "check"), EXAMPLES)
+def test_examples(document, words, check):
+    """Each runs as it is printed."""
+    if check is transformers:
+        pytest.importorskip("transformers", minversion="5.20")
+    (place,) = blocks_of(document, words)
+    names = {"__name__": "__main__"}
+    with mock.patch.dict(os.environ):
+        exec(compile(python_blocks()[place], document, "exec"), names)
+    check(names)
+
+
+def test_every_example_is_run():
+    run = {place for document, words, _ in EXAMPLES for place in blocks_of(document, words)}
+    assert set(python_blocks()) == run

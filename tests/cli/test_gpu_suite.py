@@ -1,11 +1,11 @@
 """The report of `make test-gpu` says which tests passed, failed, were skipped or crashed."""
 
-import subprocess
 import sys
 import types
 
 import gpu_suite
 import pytest
+from processes import finished
 
 TESTS = """
 import os, signal, pytest
@@ -33,14 +33,8 @@ def run(tmp_path, text, *arguments):
     pytest.importorskip("xdist")
     (tmp_path / "test_some.py").write_text(text)
     report = tmp_path / "report.md"
-    command = [sys.executable, gpu_suite.__file__, "--workers", "2", "--report", str(report)]
-    done = subprocess.run(
-        [*command, *arguments, str(tmp_path / "test_some.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done, report.read_text()
+    command = (sys.executable, gpu_suite.__file__, "--workers", 2, "--report", report)
+    return finished(*command, *arguments, tmp_path / "test_some.py"), report.read_text()
 
 
 def test_the_report(tmp_path):
@@ -65,11 +59,7 @@ def test_the_report(tmp_path):
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
-        (
-            "def test_good(): pass",
-            0,
-            ("| commit | abc1234 |", "| failed | 0 |", "## Failed\n\nNone."),
-        ),
+        ("def test_good(): pass", 0, ("| commit | abc1234 |", "| failed | 0 |", "Failed\n\nNone.")),
         ("import no_such_module", 1, ("test_some.py (not collected)",)),
         ("", 1, ("nothing was collected",)),
     ],

@@ -3,9 +3,8 @@
 import statistics
 from itertools import pairwise
 
+import pytest
 from preflash.testing import timing
-
-NAMES = ("ours", "theirs", "another")
 
 
 class Replay:
@@ -19,19 +18,13 @@ class Replay:
         return float(len(self.order))
 
 
-def test_interleaved_samples_each_after_each():
+@pytest.mark.parametrize("names", [("ours", "theirs", "another"), ()], ids=["three", "none"])
+def test_interleaved_samples_each_after_each(names):
     order = []
-    times = timing.interleaved({name: Replay(name, order) for name in NAMES}, samples=21)
-    assert list(times) == list(NAMES)
-    for name in NAMES:
-        taken = [index for index, who in enumerate(order, start=1) if who == name]
-        assert len(taken) == 21
-        assert times[name] == statistics.median(taken)
+    times = timing.interleaved({name: Replay(name, order) for name in names}, samples=21)
+    taken = {name: [i for i, who in enumerate(order, 1) if who == name] for name in names}
+    assert times == {name: statistics.median(samples) for name, samples in taken.items()}
+    assert all(len(samples) == 21 for samples in taken.values())
     rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
-    assert all(sorted(one) == sorted(NAMES) for one in rounds)
-    neighbours = set(pairwise(order))
-    assert {(a, b) for a in NAMES for b in NAMES if a != b} <= neighbours
-
-
-def test_interleaved_of_nothing():
-    assert timing.interleaved({}, samples=3) == {}
+    assert all(sorted(one) == sorted(names) for one in rounds)
+    assert {(a, b) for a in names for b in names if a != b} <= set(pairwise(order))

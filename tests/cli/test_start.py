@@ -1,7 +1,6 @@
 """Help and usage errors come before torch is imported; `import preflash` is eager elsewhere."""
 
 import os
-import subprocess
 import sys
 import venv
 from pathlib import Path
@@ -9,24 +8,17 @@ from pathlib import Path
 import preflash
 import pytest
 from preflash import cli
+from processes import finished
 
 PACKAGES = str(Path(preflash.__file__).parents[1])
 SCRIPT = "import sys\nfrom preflash.cli import main\nsys.exit(main())\n"
 
 
-def started(*command: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([PACKAGES, str(cwd)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def started(*command: str, cwd: Path):
+    return finished(*command, cwd=cwd, PYTHONPATH=os.pathsep.join([PACKAGES, str(cwd)]))
 
 
-def imported(done: subprocess.CompletedProcess) -> set[str]:
+def imported(done) -> set[str]:
     """Returns the modules that `-X importtime` lists."""
     times = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     return {line.rpartition("|")[2].strip() for line in times}
@@ -56,6 +48,7 @@ MODULE = [sys.executable, "-X", "importtime", "-m", "preflash"]
         (("variants", "--help"), 0, "sm80 (fa2)"),
         (("bench", "--repeats", "0"), 2, "0 is not a positive number"),
         (("benchmark",), 2, "variants"),
+        (("config",), 0, "-lpreflash"),
     ],
 )
 def test_answers_before_torch_is_imported(script, tmp_path, start, arguments, code, says):

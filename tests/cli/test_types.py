@@ -3,12 +3,12 @@
 import json
 import pathlib
 import re
-import subprocess
 import sys
 
 import preflash
 import pytest
 from documents import ROOT, python_blocks
+from processes import finished
 
 PACKAGE = pathlib.Path(preflash.__file__).parent
 STUBS = sorted(path for path in PACKAGE.glob("*.pyi") if path.name != "_core.pyi")
@@ -48,29 +48,18 @@ def project(tmp_path_factory):
     return root
 
 
-def checked(project, *command):
-    """Returns the exit code and output of a checker for the user's files and the stubs."""
+@pytest.mark.parametrize(
+    "checker",
+    [
+        # The cache saves ten seconds where the tests run again.
+        ("mypy", "--cache-dir", ROOT / "build" / "mypy"),
+        ("pyright", "--pythonpath", sys.executable),
+    ],
+    ids=["mypy", "pyright"],
+)
+def test_the_files_of_a_user_and_the_stubs_pass(project, checker):
+    pytest.importorskip(checker[0])
     assert (PACKAGE / "py.typed").is_file()
-    files = [*(path.name for path in sorted(project.glob("*.py"))), *map(str, STUBS)]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, *files],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_mypy(project):
-    pytest.importorskip("mypy")
-    # The cache saves ten seconds where the tests run again.
-    code, says = checked(project, "mypy", "--cache-dir", str(ROOT / "build" / "mypy"))
-    assert code == 0, says
-
-
-def test_pyright(project):
-    pytest.importorskip("pyright")
-    code, says = checked(project, "pyright", "--pythonpath", sys.executable)
-    assert code == 0, says
+    files = [path.name for path in sorted(project.glob("*.py"))]
+    done = finished(sys.executable, "-m", *checker, *files, *STUBS, cwd=project)
+    assert done.returncode == 0, done.stdout + done.stderr

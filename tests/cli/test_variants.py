@@ -74,8 +74,7 @@ def test_a_head_dim_finds_what_serves_it(monkeypatch, capsys, size, ids, shown):
 @pytest.mark.parametrize("size", ["8", "64", "80", "128", "192", "192x128", "256", "512"])
 def test_the_cpu_serves_any_head_dim_with_its_largest(capsys, size):
     """The list has the kernel that plan() takes."""
-    sizes = [int(part) for part in size.split("x")]
-    dtype = _core.DType.bfloat16
+    dtype, sizes = _core.DType.bfloat16, [int(part) for part in size.split("x")]
     wanted = _core.Variant(_core.Family.cpu, dtype, dtype, sizes[0], sizes[-1])
     chosen = listed(capsys, "--family", "cpu", "--head-dim", size)
     assert _core.find_id(wanted) in ids_of(chosen)

@@ -11,7 +11,7 @@ from preflash.cli import demo
 from preflash.cli.bench import measure
 from preflash.cli.bench.rows import quick_rows
 from preflash.cli.machine import Place
-from preflash.testing import runner
+from preflash.testing import runner, timing
 
 HONEST, HONEST_PACKBITS = runner.run, preflash.packbits
 
@@ -84,14 +84,15 @@ def test_bench_does_not_time_a_wrong_result(monkeypatch, preflash_command, tmp_p
 def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
     """Our own launch and the one that a row is compared with; a baseline's is only absent."""
 
-    def refuse(call, calls):
-        raise RuntimeError("launch refused")
-
-    monkeypatch.setattr(measure.timing, "GraphReplay", refuse)
+    monkeypatch.setattr(timing, "GraphReplay", raising)
     gpu = Place("fa2", torch.device("cuda"), "a GPU")
     for name, failure in (("preflash", True), ("base", True), ("cudnn", False)):
-        result = measure.Result(quick_rows()[0], baselines=["cudnn"])
-        measure._time(result, gpu, 1, {name: []})
+
+        def calls_of(result, place, repeats, name=name):
+            result.baselines.append("cudnn")
+            return {name: []}
+
+        result = measure.measured(calls_of, quick_rows()[0], gpu, 1)
         assert (result.failure == "launch refused") == failure
         assert result.absent == ({} if failure else {"cudnn": "launch refused"})
         assert result.us == {}

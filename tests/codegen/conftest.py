@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,21 @@ import spec  # noqa: E402
 @pytest.fixture(scope="session")
 def matrix() -> spec.Matrix:
     return spec.load_matrix()
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable:
+    """Returns a function that loads the data files with one edit of one of them."""
+
+    def load(name: str, old: str, new: str):
+        for path in spec.VARIANTS_DIR.glob("*.toml"):
+            shutil.copy(path, tmp_path)
+        text = (tmp_path / name).read_text()
+        assert old in text
+        (tmp_path / name).write_text(text.replace(old, new, 1))
+        return (spec.load_options if name == "options.toml" else spec.load_matrix)(tmp_path)
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -28,8 +28,8 @@ def cmake() -> str:
 
 def test_an_install_without_gpu_kernels_says_so_at_its_end(cmake, tmp_path):
     """`pip install -v .` prints what the install step prints; nothing is compiled here."""
-    options = ["-DPREFLASH_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
-    options += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}"]
+    options = ["-DPREFLASH_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
+    options.append(f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}")
     finished(cmake, "-S", str(ROOT), "-B", str(tmp_path), *options)
     done = finished(cmake, "--install", str(tmp_path), "--component", "note")
     assert "preflash: built the CPU backend alone, without GPU kernels: " in done.stdout
@@ -70,14 +70,11 @@ def test_a_memory_limit_of_the_container_counts(cmake, tmp_path, text, mib):
 
 def test_cuda_jobs_follow_the_cpu_affinity_and_not_openmp(cmake, tmp_path):
     (core, *_) = os.sched_getaffinity(0)
-    cores = cmake_value(
-        cmake,
-        tmp_path,
-        "preflash_cores(value)",
-        env={**os.environ, "OMP_NUM_THREADS": "7"},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    assert cores == 1
+    options = {
+        "env": {**os.environ, "OMP_NUM_THREADS": "7"},
+        "preexec_fn": lambda: os.sched_setaffinity(0, {core}),
+    }
+    assert cmake_value(cmake, tmp_path, "preflash_cores(value)", **options) == 1
 
 
 def test_an_explicit_number_of_cuda_jobs_is_kept(cmake):
@@ -89,8 +86,6 @@ def test_an_explicit_number_of_cuda_jobs_is_kept(cmake):
     ("given", "passed"), [([], "-DPREFLASH_CUDA_JOBS= "), (["CUDA_JOBS=3"], "=3 ")]
 )
 def test_make_leaves_the_number_of_cuda_jobs_to_cmake(given, passed):
-    """pip sets no number either, so both builds compile as many CUDA sources at once."""
     if shutil.which("make") is None:
         pytest.skip("no make")
     assert passed in finished("make", "-n", "stage", "SIDE=cuda", *given, cwd=ROOT).stdout
-    assert "PREFLASH_CUDA_JOBS" not in (ROOT / "pyproject.toml").read_text()

@@ -222,77 +222,80 @@ int main() {{
     assert shown.splitlines() == expected
 
 
-def edited_matrix(tmp_path: Path, name: str, old: str, new: str) -> spec.Matrix:
-    """Returns the matrix after one edit of one data file."""
-    for path in spec.VARIANTS_DIR.glob("*.toml"):
-        shutil.copy(path, tmp_path / path.name)
-    text = (tmp_path / name).read_text()
-    assert old in text
-    (tmp_path / name).write_text(text.replace(old, new, 1))
-    return spec.load_matrix(tmp_path)
-
-
+# A file, text in it, other text, and a part of the refusal.
 BAD_EDITS = [
-    ("forward.toml", 'reason = "', 'reason = "" # "', "no reason"),
-    ("forward.toml", 'q_dtype = "f32"', 'q_dtype = "f64"', "f64"),
-    ("forward.toml", 'tile_class = "decode"', 'tile_shape = "decode"', "tile_shape"),
-    ("forward.toml", 'type = "Mask"', 'type = "Masks"', "Masks"),
-    ("forward.toml", 'default = "bounds"', 'default = "band"', "band"),
-    ("forward.toml", 'match = "covers"', 'match = "roughly"', "roughly"),
-    ("forward.toml", 'title = "q dtype"', 'name_of_it = "q dtype"', "name_of_it"),
-    ("forward.toml", 'operands = "computed"', 'operands = "imagined"', "imagined"),
-    ("forward.toml", 'options = "run_time"', 'options = "some_time"', "some_time"),
-    ("forward.toml", 'options = "run_time"', "", "0 rows of .*options"),
-    ("forward.toml", 'beside = ["none", "single"]', 'beside = ["none", "pair"]', "pair"),
-    ("forward.toml", 'beside = ["none", "single"]', "", "beside"),
-    ("forward.toml", '["logits", "position"]', '["logits", "load"]', "list of axes"),
-    ("forward.toml", 'load = "direct"\nbeside', "beside", "2 rows of .*options"),
-    ("forward.toml", '[[options]]\nfamily = "sm80"', '[[options]]\nfamily = "cpu"', "rows of"),
-    ("forward.toml", 'default = "plain"\n', "", "needs a default"),
-    ("forward.toml", 'schedule = "persistent"', 'schedule = "forever"', "forever"),
-    ("forward.toml", 'compiled_for = "90a"', "", "go together"),
-    ("forward.toml", 'preference = ["sm90", ', "preference = [", "each family"),
-    ("forward.toml", "decode = { cpp", "short = { cpp", "decode"),
-    ("forward.toml", '["f16", "bf16"', '["f16", "f16", "bf16"', "twice"),
+    *(
+        ("forward.toml", *row)
+        for row in [
+            ('reason = "', 'reason = "" # "', "no reason"),
+            ('q_dtype = "f32"', 'q_dtype = "f64"', "f64"),
+            ('tile_class = "decode"', 'tile_shape = "decode"', "tile_shape"),
+            ('type = "Mask"', 'type = "Masks"', "Masks"),
+            ('default = "bounds"', 'default = "band"', "band"),
+            ('match = "covers"', 'match = "roughly"', "roughly"),
+            ('title = "q dtype"', 'name_of_it = "q dtype"', "name_of_it"),
+            ('operands = "computed"', 'operands = "imagined"', "imagined"),
+            ('options = "run_time"', 'options = "some_time"', "some_time"),
+            ('options = "run_time"', "", "0 rows of .*options"),
+            ('beside = ["none", "single"]', 'beside = ["none", "pair"]', "pair"),
+            ('beside = ["none", "single"]', "", "beside"),
+            ('["logits", "position"]', '["logits", "load"]', "list of axes"),
+            ('load = "direct"\nbeside', "beside", "2 rows of .*options"),
+            ('[[options]]\nfamily = "sm80"', '[[options]]\nfamily = "cpu"', "rows of"),
+            ('default = "plain"\n', "", "needs a default"),
+            ('schedule = "persistent"', 'schedule = "forever"', "forever"),
+            ('compiled_for = "90a"', "", "go together"),
+            ('preference = ["sm90", ', "preference = [", "each family"),
+            ("decode = { cpp", "short = { cpp", "decode"),
+            ('["f16", "bf16"', '["f16", "f16", "bf16"', "twice"),
+            ("head_dim_step = 64", "head_dim_step = 128", '"64".* is no multiple'),
+        ]
+    ),
     ("tiles.toml", 'head_dim = "64"', 'head_dim = "128"', "rows match"),
     ("tiles.toml", 'why = "', 'because = "', "because"),
     ("tiles.toml", "most_keys = ", "most_keys = -", "positive"),
     ("tiles.toml", "m = 256\n", "m = 256\nmost_keys = 512\n", "short tiles"),
     ("presets.toml", 'q_dtype = "f16", head_dim = "64"', 'head_dim = "65"', "65"),
-    (
-        "presets.toml",
-        'family = "sm90", q_dtype = "bf16"',
-        'family = "sm90", q_dtype = "f32"',
-        "matches no",
-    ),
+    ("presets.toml", '"sm90", q_dtype = "bf16"', '"sm90", q_dtype = "f32"', "matches no"),
     ("presets.toml", '"cpu", others = "any"', '"cpu", others = "some"', "some"),
     ("presets.toml", 'covers = ["q_dtype"', 'covers = ["dtype"', "'dtype', which is no axis"),
     ("presets.toml", '["192x128", "256", "512"]', '["256", "512"]', "lacks .*192x128"),
-    ("forward.toml", "head_dim_step = 64", "head_dim_step = 128", '"64".* is no multiple'),
-]
+    *(
+        ("options.toml", *row)
+        for row in [
+            ('"single"]', '"singel"]', "keyword_of of .*'singel' is unknown"),
+            ('field = "soft_cap"', 'field = "cap"', "field of logits_soft_cap: 'cap' is unknown"),
+            ('alias_of = "head_dim"', 'alias_of = "dim"',
+             "alias_of of head_dim_qk: 'dim' is unknown"),
+            ('type.use_fp16_qk', "type.fp16_qk", "cascade_plan.*'fp16_qk_reduction' is unknown"),
+            ('"last_page_len", "num_qo', '"indptr", "num_qo',
+             "decode_plan. has an option twice"),
+            ('"max_item_len_ptr", "seq_lens"', '"max_item_len_ptr", "sequence"',
+             "newer of .call.paged_plan.: 'sequence' is unknown"),
+            ("check = ", "checked_by = ", "checked_by"),
+            ('memory = "rows"', 'memory = "lines"', "lines"),
+            ('device = "any"', 'device = "gpu"', "gpu"),
+            ("written = true", "is_written = true", "is_written"),
+        ]
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "old", "new", "message"), BAD_EDITS)
-def test_contradictions_are_refused(tmp_path, name, old, new, message):
+def test_contradictions_are_refused(edited, name, old, new, message):
     with pytest.raises(spec.SpecError, match=message) as refused:
-        edited_matrix(tmp_path, name, old, new)
+        edited(name, old, new)
     assert name in str(refused.value)
-
-
-def faults(tmp_path: Path, name: str, old: str, new: str) -> list[str]:
-    """Returns the lines of the error after one edit of one data file."""
-    with pytest.raises(spec.SpecError) as refused:
-        edited_matrix(tmp_path, name, old, new)
-    return str(refused.value).splitlines()
 
 
 HEAD_DIMS = 'values = ["64", "128", "192x128", "256", "512"]'
 
 
-def test_one_error_lists_every_row_that_a_new_head_dim_lacks(tmp_path):
+def test_one_error_lists_every_row_that_a_new_head_dim_lacks(edited):
     """A newcomer who adds a value reads all missing rows of all files in one run."""
-    grown = HEAD_DIMS.replace('"256"', '"192", "256"')
-    lines = faults(tmp_path, "forward.toml", HEAD_DIMS, grown)
+    with pytest.raises(spec.SpecError) as refused:
+        edited("forward.toml", HEAD_DIMS, HEAD_DIMS.replace('"256"', '"192", "256"'))
+    lines = str(refused.value).splitlines()
     assert lines[0] == (
         'forward.toml: 0 rows of [[options]] match family = "sm80", head_dim = "192", '
         'tile_class = "prefill", load = "direct"; one must'
@@ -305,15 +308,6 @@ def test_one_error_lists_every_row_that_a_new_head_dim_lacks(tmp_path):
     assert [line.partition(": add")[0] for line in lines[1 + len(tiles) :]] == [
         'presets.toml: [ci] lacks family = "sm80", head_dim = "192"',
         'presets.toml: [ci] lacks family = "sm90", head_dim = "192"',
-    ]
-
-
-def test_a_head_dim_that_no_kernel_can_have_needs_exclusions_alone(tmp_path):
-    """96 columns of 16 bits are no whole blocks of 128 bytes, so no tile is asked for."""
-    lines = faults(tmp_path, "forward.toml", HEAD_DIMS, HEAD_DIMS.replace('"128"', '"96", "128"'))
-    assert [line.partition(" is no multiple")[0] for line in lines] == [
-        'forward.toml: family = "sm80", head_dim = "96"',
-        'forward.toml: family = "sm90", head_dim = "96"',
     ]
 
 
@@ -330,28 +324,27 @@ def test_one_error_lists_every_row_that_cannot_be_read(tmp_path):
 
 
 def test_the_generator_prints_each_fault_on_a_line_of_its_own(tmp_path):
+    """96 columns of 16 bits are no whole blocks of 128 bytes: exclusions are missing, no tiles."""
     for folder in ("cmake/codegen", "cpp/variants"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     table = tmp_path / "cpp" / "variants" / "forward.toml"
-    table.write_text(
-        table.read_text().replace(HEAD_DIMS, HEAD_DIMS.replace('"128"', '"96", "128"'))
-    )
+    grown = HEAD_DIMS.replace('"128"', '"96", "128"')
+    table.write_text(table.read_text().replace(HEAD_DIMS, grown))
     command = [sys.executable, "-B", tmp_path / "cmake" / "codegen" / "generate.py", "--list"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    lines = done.stderr.splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith("generate.py: forward.toml: ") for line in lines)
+    assert [line.partition(" is no multiple")[0] for line in done.stderr.splitlines()] == [
+        f'generate.py: forward.toml: family = "{family}", head_dim = "96"'
+        for family in ("sm80", "sm90")
+    ]
 
 
-def test_an_exclusion_takes_out_exactly_what_it_matches(tmp_path, matrix):
+def test_an_exclusion_takes_out_exactly_what_it_matches(edited, matrix):
     row = (
         '[[exclude]]\nfamily = "sm80"\nhead_dim = ["256", "128"]\nq_dtype = "f16"\n'
         'logits = "softcap"\nload = "direct"\nreason = "a test leaves this out"\n\n'
     )
-    shrunk = edited_matrix(
-        tmp_path, "forward.toml", "[[exclude]]\nfamily", f"{row}[[exclude]]\nfamily"
-    )
+    shrunk = edited("forward.toml", "[[exclude]]\nfamily", f"{row}[[exclude]]\nfamily")
     ids, before = ({v.id for v in m.variants} for m in (shrunk, matrix))
     sizes, tiles = (128, 256), ("", "_decode")
     assert before - ids == {
@@ -378,10 +371,10 @@ about = "the tiles left out"
 """
 
 
-def test_an_added_axis_renames_no_kernel(tmp_path, matrix):
+def test_an_added_axis_renames_no_kernel(edited, matrix, tmp_path):
     first = "[[exclude]]\nfamily"
     row = f'{first} = ["cpu", "sm90"]\nskip = "sparse"\nreason = "a test has it on sm80 alone"\n\n'
-    grown = edited_matrix(tmp_path, "forward.toml", first, f"{NEW_AXIS}{row}{first}")
+    grown = edited("forward.toml", first, f"{NEW_AXIS}{row}{first}")
     before = [v.id for v in matrix.variants]
     assert [v.id for v in grown.variants if v.skip == "none"] == before
     added = {v.id for v in grown.variants} - set(before)

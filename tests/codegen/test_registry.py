@@ -27,8 +27,6 @@ DTYPES = {
     "e5m2": "float8_e5m2",
 }
 
-BF16 = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
-
 
 def variant(**changes) -> _core.Variant:
     """Returns a variant with other values, which may be given by their names."""
@@ -39,53 +37,39 @@ def variant(**changes) -> _core.Variant:
     return _core.Variant(**BASE | values)
 
 
-def compiled_ids(family: str) -> set[str]:
-    return {kernel["id"] for kernel in _core.kernels() if kernel["family"] == family}
+def of_fields(fields, names=tuple(BASE)) -> _core.Variant:
+    """Returns the variant with some fields of a compiled kernel, or of a row of the matrix."""
+    dtypes = {name: DTYPES[fields[name]] for name in ("q_dtype", "kv_dtype")}
+    return variant(**{name: fields[name] for name in names} | dtypes)
+
+
+def dims(qk: int, vo: int | None = None) -> dict[str, int]:
+    return {"head_dim_qk": qk, "head_dim_vo": vo or qk}
+
+
+BF16, F32 = ({"q_dtype": name, "kv_dtype": name} for name in ("bfloat16", "float32"))
+CAP, ALIBI, CUSTOM = {"logits": "softcap"}, {"position": "alibi"}, {"mask": "custom"}
+ROPE, SKIPPING, DECODE = {"position": "rope"}, {"sparsity": "skipping"}, {"tile_class": "decode"}
+E4M3, E5M2 = ({"kv_dtype": f"float8_{name}"} for name in ("e4m3fn", "e5m2"))
+ALL_E4M3 = E4M3 | {"q_dtype": "float8_e4m3fn"}
+D64, D96, D256, D512, MLA = dims(64), dims(96), dims(256), dims(512), dims(192, 128)
+NO_KERNEL = dims(520)
 
 
 @pytest.fixture
 def sm80_ids() -> set[str]:
-    ids = compiled_ids("sm80")
+    ids = {kernel["id"] for kernel in _core.kernels() if kernel["family"] == "sm80"}
     if not ids:
         pytest.skip("built without kernel libraries (PREFLASH_CUDA=OFF)")
     return ids
 
 
-@pytest.mark.parametrize("head_dims", [(8, 8), (96, 96), (192, 128), (256, 256), (264, 512)])
-@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
-def test_one_cpu_kernel_serves_every_head_dim_and_tile_class(head_dims, tile_class):
-    dims = dict(zip(("head_dim_qk", "head_dim_vo"), head_dims, strict=True))
-    wanted = variant(**dims, tile_class=tile_class, mask="custom")
-    assert _core.find_id(wanted) == "cpu_f16_d512"
-    assert _core.find_error(wanted) is None
-
-
-@pytest.mark.parametrize("head_dims", [(d, d) for d in range(8, 257, 8)] + [(192, 128)])
-def test_sm80_takes_the_smallest_size_that_covers(sm80_ids, head_dims):
-    plain = [
-        kernel
-        for kernel in _core.kernels()
-        if kernel["id"] in sm80_ids
-        and (kernel["q_dtype"], kernel["logits"], kernel["mask"]) == ("bf16", "plain", "bounds")
-    ]
-    sizes = {kernel["id"]: (kernel["head_dim_qk"], kernel["head_dim_vo"]) for kernel in plain}
-    dims = dict(zip(("head_dim_qk", "head_dim_vo"), head_dims, strict=True))
-    found = sizes[_core.find_id(variant(family="sm80", **BF16, **dims))]
-    covering = [size for size in sizes.values() if all(map(int.__ge__, size, head_dims))]
-    assert found in covering
-    assert sum(found) == min(map(sum, covering))
-
-
-@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
-def test_the_wanted_tile_class_is_taken_where_compiled(sm80_ids, tile_class):
-    wanted = variant(family="sm80", **BF16, tile_class=tile_class)
-    assert _core.find_id(wanted) == wanted.id
+# --- values ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", _core.kernels(), ids=lambda kernel: kernel["id"])
 def test_ids_in_cpp_are_those_of_the_generator(kernel):
-    dtypes = {name: DTYPES[kernel[name]] for name in ("q_dtype", "kv_dtype")}
-    compiled = variant(**{name: kernel[name] for name in BASE} | dtypes)
+    compiled = of_fields(kernel)
     assert compiled.id == repr(compiled) == kernel["id"]
     assert _core.find_id(compiled) == kernel["id"]
 
@@ -95,26 +79,7 @@ def test_variants_are_values():
     assert one == same
     assert one != other
     assert len({one, same, other}) == 2
-    assert variant(kv_dtype="float8_e4m3fn", tile_class="decode").id == "cpu_f16_kve4m3_d128_decode"
-
-
-@pytest.mark.parametrize(
-    ("options", "changes"),
-    [
-        ({}, {}),
-        ({"soft_cap": 30.0}, {"logits": "softcap"}),
-        ({"position": _core.Position.alibi}, {"position": "alibi"}),
-        ({"position": _core.Position.rope}, {"position": "rope"}),
-        ({"mask": _core.Mask.custom}, {"mask": "custom"}),
-    ],
-)
-def test_options_decide_the_variant(options, changes):
-    """No kernel serves head_dim 520, so that the sentence says what was looked for."""
-    unserved = attention_options(head_dim_qk=520, head_dim_vo=520, **options)
-    wanted = variant(head_dim_qk=520, head_dim_vo=520, **changes)
-    assert _core.find_error(_core.Family.cpu, unserved) == _core.find_error(wanted)
-    served = unserved.replace(head_dim_qk=512, head_dim_vo=512)
-    assert _core.find_error(_core.Family.cpu, served) is None
+    assert variant(**E4M3, **DECODE).id == "cpu_f16_kve4m3_d128_decode"
 
 
 # A value of each option, and another one.
@@ -137,11 +102,6 @@ OPTIONS = {
     "disable_split": (False, True),
 }
 SOME, OTHERS = ({name: pair[i] for name, pair in OPTIONS.items()} for i in range(2))
-
-
-def attention_options(**changes) -> _core.AttentionOptions:
-    dtypes = dict.fromkeys(("q_dtype", "kv_dtype", "o_dtype"), _core.DType.float16)
-    return _core.AttentionOptions(**{**SOME, "soft_cap": 0.0, **dtypes, **changes})
 
 
 def test_options_are_values():
@@ -173,6 +133,25 @@ def test_options_refuse(changes, match):
 
 
 @pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({}, {}),
+        ({"soft_cap": 30.0}, CAP),
+        ({"position": _core.Position.alibi}, ALIBI),
+        ({"position": _core.Position.rope}, ROPE),
+        ({"mask": _core.Mask.custom}, CUSTOM),
+    ],
+)
+def test_options_decide_the_variant(options, changes):
+    """The sentence of a miss says what was looked for."""
+    dtypes = dict.fromkeys(("q_dtype", "kv_dtype", "o_dtype"), _core.DType.float16)
+    unserved = _core.AttentionOptions(**SOME | {"soft_cap": 0.0} | dtypes | NO_KERNEL | options)
+    wanted = variant(**NO_KERNEL, **changes)
+    assert _core.find_error(_core.Family.cpu, unserved) == _core.find_error(wanted)
+    assert _core.find_error(_core.Family.cpu, unserved.replace(**D512)) is None
+
+
+@pytest.mark.parametrize(
     ("capability", "backends"),
     [
         (0, ["cpu"]),
@@ -188,76 +167,8 @@ def test_what_auto_tries(capability, backends):
     assert [_core.traits_of(family).backend for family in families] == backends
 
 
-# What is asked for, and parts of the sentence that refuses it.
-MISSES = [
-    *(
-        (changes, ["Compiled for it", "logits any, position any, mask any", *names])
-        for changes, names in [
-            (
-                {"head_dim_qk": 520, "head_dim_vo": 520},
-                ['backend "cpu"', "head_dim 520", "the same with head_dim 512"],
-            ),
-            ({"kv_dtype": "float32"}, ["kv dtype float32", "the same with", "kv dtype float16 or"]),
-            (
-                {"q_dtype": "float8_e5m2", "kv_dtype": "float8_e5m2"},
-                ["q dtype float8_e5m2", "float16/bfloat16/float32"],
-            ),
-        ]
-    ),
-    # Misses are told in the dtypes of the tensors; no kernel serves head_dim 520.
-    *(
-        ({"family": family, "head_dim_qk": 520, "head_dim_vo": 520} | changes, names)
-        for family in ("sm80", "sm90")
-        for changes, names in [
-            ({}, ["kv dtype float16", "position none", "load direct"]),
-            ({"position": "rope"}, ["position rope", "load converted"]),
-            ({"kv_dtype": "float8_e5m2"}, ["kv dtype float8_e5m2", "load converted"]),
-            (
-                {"q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn", "position": "alibi"},
-                ["q dtype float8_e4m3fn", "position alibi", "load converted"],
-            ),
-            # No kernel makes one dtype of these.
-            ({"kv_dtype": "bfloat16"}, ["kv dtype bfloat16", "load direct"]),
-            ({"q_dtype": "float8_e4m3fn"}, ["q dtype float8_e4m3fn", "load direct"]),
-            (
-                {"segments": "two", "logits": "softcap", "head_dim_qk": 128, "head_dim_vo": 128},
-                ["segments two", "logits softcap", 'backend "cpu"'],
-            ),
-        ]
-    ),
-]
+# --- what is served --------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("changes", "names"), MISSES)
-def test_a_miss_names_the_request_what_is_compiled_and_a_way_out(changes, names):
-    wanted = variant(**changes)
-    assert _core.find_id(wanted) is None
-    sentence = _core.find_error(wanted)
-    assert [name for name in names if name not in sentence] == []
-
-
-def test_an_absent_family_says_which_library_is_missing():
-    if compiled_ids("sm90"):
-        pytest.skip("sm90 kernels are here")
-    sentence = _core.find_error(variant(family="sm90"))
-    for part in (
-        'backend "fa3"',
-        "libpreflash_kernels_sm90.so does not exist",
-        'backend "cpu" (tensors on the CPU)',
-        "PREFLASH_CUDA=ON and 90 among PREFLASH_ARCHS",
-    ):
-        assert part in sentence
-    # No build would serve this one.
-    float32 = variant(family="sm90", q_dtype="float32", kv_dtype="float32")
-    assert "PREFLASH_ARCHS" not in _core.find_error(float32)
-
-
-CAP, ALIBI, CUSTOM = {"logits": "softcap"}, {"position": "alibi"}, {"mask": "custom"}
-ROPE, SKIPPING, DECODE = {"position": "rope"}, {"sparsity": "skipping"}, {"tile_class": "decode"}
-E4M3, E5M2 = ({"kv_dtype": f"float8_{name}"} for name in ("e4m3fn", "e5m2"))
-ALL_E4M3 = E4M3 | {"q_dtype": "float8_e4m3fn"}
-D64, D96, D256, D512 = ({"head_dim_qk": d, "head_dim_vo": d} for d in (64, 96, 256, 512))
-MLA = {"head_dim_qk": 192, "head_dim_vo": 128}
 ON_BOTH = [
     ({}, ""),
     (CAP, "_softcap"),
@@ -270,7 +181,16 @@ ON_BOTH = [
     (SKIPPING, "_skipping"),
     (SKIPPING | CAP, None),
 ]
-ON_CPU = [(CAP | ALIBI | CUSTOM, "f16_d512"), (ROPE | SKIPPING, "f16_d512")]
+ON_CPU = [
+    (CAP | ALIBI | CUSTOM, "f16_d512"),
+    (ROPE | SKIPPING, "f16_d512"),
+    # One kernel serves every head_dim and tile class.
+    *(
+        (CUSTOM | tile | dims(*sizes), "f16_d512")
+        for tile in ({}, DECODE)
+        for sizes in ((8,), (96,), (192, 128), (256,), (264, 512))
+    ),
+]
 ON_SM80 = [
     (BF16, "bf16_d128"),
     (DECODE | CAP, "f16_d128_decode_softcap_alibi_custom"),
@@ -291,7 +211,7 @@ ON_SM80 = [
             ROPE | CUSTOM | CAP,
             E4M3,
             E5M2 | ALIBI,
-            E5M2 | ROPE | {"head_dim_qk": 96, "head_dim_vo": 80},
+            E5M2 | ROPE | dims(96, 80),
         )
     ),
 ]
@@ -355,13 +275,89 @@ SERVED = [
 
 @pytest.mark.parametrize(("family", "changes", "kernel"), SERVED)
 def test_the_kernel_of_the_whole_matrix(family, changes, kernel):
-    """The choice does not depend on what this build has compiled."""
-    found = _core.find_in_matrix(variant(family=family, **changes))
+    """The choice does not depend on what this build has compiled, except that the CPU backend is
+    always built whole."""
+    wanted = variant(family=family, **changes)
+    found = _core.find_in_matrix(wanted)
     assert (found and found.id) == (kernel and f"{family}_{kernel}")
+    if family == "cpu":
+        assert _core.find_id(wanted) == found.id
+        assert _core.find_error(wanted) is None
+
+
+@pytest.mark.parametrize("head_dims", [(d, d) for d in range(8, 257, 8)] + [(192, 128)])
+def test_sm80_takes_the_smallest_size_that_covers(sm80_ids, head_dims):
+    sizes = {
+        kernel["id"]: (kernel["head_dim_qk"], kernel["head_dim_vo"])
+        for kernel in _core.kernels()
+        if kernel["id"] in sm80_ids
+        and (kernel["q_dtype"], kernel["logits"], kernel["mask"]) == ("bf16", "plain", "bounds")
+    }
+    found = sizes[_core.find_id(variant(family="sm80", **BF16, **dims(*head_dims)))]
+    covering = [size for size in sizes.values() if all(map(int.__ge__, size, head_dims))]
+    assert found in covering
+    assert sum(found) == min(map(sum, covering))
+
+
+@pytest.mark.parametrize("tile_class", ["prefill", "decode"])
+def test_the_wanted_tile_class_is_taken_where_compiled(sm80_ids, tile_class):
+    wanted = variant(family="sm80", **BF16, tile_class=tile_class)
+    assert _core.find_id(wanted) == wanted.id
+
+
+# --- misses ----------------------------------------------------------------------
+
+OF_CPU = ["Compiled for it", "logits any, position any, mask any"]
+MISSES = [
+    (NO_KERNEL, [*OF_CPU, 'backend "cpu"', "head_dim 520", "the same with head_dim 512"]),
+    ({"kv_dtype": "float32"},
+     [*OF_CPU, "kv dtype float32", "the same with", "kv dtype float16 or"]),
+    ({"q_dtype": "float8_e5m2", "kv_dtype": "float8_e5m2"},
+     [*OF_CPU, "q dtype float8_e5m2", "float16/bfloat16/float32"]),
+    # Misses are told in the dtypes of the tensors.
+    *(
+        ({"family": family} | NO_KERNEL | changes, names)
+        for family in ("sm80", "sm90")
+        for changes, names in [
+            ({}, ["kv dtype float16", "position none", "load direct"]),
+            (ROPE, ["position rope", "load converted"]),
+            (E5M2, ["kv dtype float8_e5m2", "load converted"]),
+            (ALL_E4M3 | ALIBI, ["q dtype float8_e4m3fn", "position alibi", "load converted"]),
+            # No kernel makes one dtype of these.
+            ({"kv_dtype": "bfloat16"}, ["kv dtype bfloat16", "load direct"]),
+            ({"q_dtype": "float8_e4m3fn"}, ["q dtype float8_e4m3fn", "load direct"]),
+            (CAP | {"segments": "two"} | dims(128),
+             ["segments two", "logits softcap", 'backend "cpu"']),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "names"), MISSES)
+def test_a_miss_names_the_request_what_is_compiled_and_a_way_out(changes, names):
+    wanted = variant(**changes)
+    assert _core.find_id(wanted) is None
+    sentence = _core.find_error(wanted)
+    assert [name for name in names if name not in sentence] == []
+
+
+def test_an_absent_family_says_which_library_is_missing():
+    if any(kernel["family"] == "sm90" for kernel in _core.kernels()):
+        pytest.skip("sm90 kernels are here")
+    sentence = _core.find_error(variant(family="sm90"))
+    for part in (
+        'backend "fa3"',
+        "libpreflash_kernels_sm90.so does not exist",
+        'backend "cpu" (tensors on the CPU)',
+        "PREFLASH_CUDA=ON and 90 among PREFLASH_ARCHS",
+    ):
+        assert part in sentence
+    # No build would serve this one.
+    assert "PREFLASH_ARCHS" not in _core.find_error(variant(family="sm90", **F32))
 
 
 def test_float32_on_a_gpu_points_to_the_cpu(sm80_ids):
-    sentence = _core.find_error(variant(family="sm80", q_dtype="float32", kv_dtype="float32"))
+    sentence = _core.find_error(variant(family="sm80", **F32))
     assert "q dtype float32" in sentence
     assert 'What would work: backend "cpu" (tensors on the CPU).' in sentence
 
@@ -370,16 +366,11 @@ def test_a_variant_outside_the_preset_points_to_the_full_one(sm80_ids, matrix):
     absent = [v for v in matrix.select("full", ["sm80"]) if v.id not in sm80_ids]
     if not absent:
         pytest.skip("the full preset is built: nothing of the matrix is missing")
-    misses = 0
-    for row in absent:
-        fields = ("head_dim_qk", "head_dim_vo", "tile_class", "logits", "mask")
-        dtypes = {name: DTYPES[getattr(row, name)] for name in ("q_dtype", "kv_dtype")}
-        changes = {name: getattr(row, name) for name in fields}
-        wanted = variant(family="sm80", **dtypes, **changes)
-        if _core.find_id(wanted) is None:
-            misses += 1
-            assert "PREFLASH_PRESET=full" in _core.find_error(wanted)
-    assert misses > 0
+    names = ("family", "head_dim_qk", "head_dim_vo", "tile_class", "logits", "mask")
+    wanted = [of_fields(v.fields, names) for v in absent]
+    misses = [one for one in wanted if _core.find_id(one) is None]
+    assert misses
+    assert all("PREFLASH_PRESET=full" in _core.find_error(one) for one in misses)
 
 
 def test_the_library_directory_is_fixed_once_used():

@@ -2,6 +2,7 @@
 
 import attention_cases
 import converted_cases
+import far_memory
 import pytest
 import torch
 from preflash.testing import Case, KvForm, MaskKind, build, runner
@@ -49,19 +50,12 @@ def test_offsets_over_2_31():
     """Pages of a pool of more than 2^31 elements, whose untouched pages cost no memory."""
     case = Case("huge", (9, 1), (130, 33), 4, 2, 128, page_size=16, mask=MaskKind.CAUSAL)
     inputs = build(case)
-    page = 16 * 2 * 128
-    pages = 2**31 // page + 1000
+    pages = 2**31 // (16 * 2 * 128) + 1000
     try:
         pools = [torch.empty(pages, 16, 2, 128, dtype=torch.bfloat16) for _ in range(2)]
     except RuntimeError:
         pytest.skip("not enough address space")
-    where = pages - 1 - 37 * torch.arange(inputs.k.shape[0])
-    for pool, small in zip(pools, (inputs.k, inputs.v), strict=True):
-        pool[where] = small
-    inputs.indices = where[inputs.indices.long()].int()
-    inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
-    inputs.k, inputs.v = inputs.cache = tuple(pools)
-    assert int(inputs.indices.max()) * page > 2**31
+    far_memory.move_pages(inputs, pools, pages - 1 - 37 * torch.arange(inputs.k.shape[0]))
     runner.check(inputs, backend="cpu")
 
 

@@ -4,16 +4,17 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import attention_cases
 import pytest
 import torch
-from cpu_runs import alone, result, rows_of, same
+from cpu_runs import python, result, same
+from fuzz import wrapper_trial
+from fuzz.problems import Also, Problem
 from preflash.testing import Case, MaskKind, build, reference, runner
 
 SOME = [case for i, case in enumerate(attention_cases.core()) if i % 4 == 1]
+WHOLE = {"disable_split_kv": True}
 
 
 @pytest.mark.parametrize("split", [{}, {"fixed_split_size": 64}], ids=["auto", "fixed"])
@@ -77,47 +78,39 @@ def test_bits_do_not_depend_on_the_machine():
     tests = str(pathlib.Path(__file__).parents[1])  # where `fuzz` is
     path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
 
-    def digests(threads, cores=0):
-        done = subprocess.run(
-            [sys.executable, "-c", DIGESTS, str(cores)],
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    def digests(threads, cores):
+        environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+        return json.loads(python(DIGESTS, str(cores), **environment))
 
-    first = digests(threads=1, cores=1)
+    first = digests(1, 1)
     assert len(first) == 8
     for threads, cores in ((1, 0), (2, 0), (16, 0), (2, 2)):
         assert digests(threads, cores) == first, (threads, cores)
 
 
-WHOLE = {"disable_split_kv": True}
 PAGED = Case("paged", (1, 40, 5), (333, 200, 64), 4, 2, 64, page_size=16)
 MIXED = ((1, 40, 3, 0, 70, 1), (700, 200, 0, 90, 333, 64))  # partials of any number side by side
 MANY = Case("many", (64,) + (1,) * 50, (300,) + (20,) * 50, 4, 1, 64)  # mostly decode
 BATCHES = [
-    *((PAGED, {"fixed_split_size": 64} | more) for more in ({}, {"fixed_split_size": 100})),
+    *((PAGED, split) for split in ({"fixed_split_size": 64}, {"fixed_split_size": 100})),
     *((PAGED, WHOLE | more) for more in ({}, {"fixed_split_size": 4096})),
     *(
-        (Case("mixed", *MIXED, *heads, 64), policy)
+        (Case("mixed", *MIXED, *heads, 64), split)
         for heads in ((2, 2), (6, 2), (8, 2), (128, 1))
-        for policy in ({"fixed_split_size": 64}, WHOLE)
+        for split in ({"fixed_split_size": 64}, WHOLE)
     ),
-    *((MANY, policy) for policy in ({"fixed_split_size": 128}, WHOLE)),
+    *((MANY, split) for split in ({"fixed_split_size": 128}, WHOLE)),
 ]
 
 
-@pytest.mark.parametrize(("batch", "policy"), BATCHES, ids=lambda part: getattr(part, "id", None))
-def test_a_request_has_the_bits_that_it_has_alone(batch, policy):
-    inputs = build(dataclasses.replace(batch, mask=MaskKind.CAUSAL))
-    together = result(inputs, **policy)
-    runner.compare(inputs, *together).check()
-    for request in range(batch.batch_size):
-        rows = rows_of(batch.qo_lens, request)
-        assert same(result(alone(inputs, request), **policy), [part[rows] for part in together])
+@pytest.mark.parametrize(
+    "case",
+    [dataclasses.replace(case, mask=MaskKind.CAUSAL, **split) for case, split in BATCHES],
+    ids=lambda case: case.id,
+)
+def test_a_request_has_the_bits_that_it_has_alone(case):
+    verdict = wrapper_trial.examine(Problem(case, also=Also.ALONE), backend="cpu")
+    assert verdict.failures == []
 
 
 SPLITS = [

@@ -8,7 +8,7 @@ import attention_cases
 import preflash
 import pytest
 import torch
-from instruction_sets import on_every_instruction_set, run_again
+from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import Magnitude, build, runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -4,12 +4,14 @@ Every dot product here is exact in float32, so that float64 is what is right.
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 
 import preflash
 import pytest
 import torch
-from instruction_sets import on_every_instruction_set, run_again
+from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import oracle, runner
 from preflash.testing.oracle import LOG2_E, Pipeline
 
@@ -77,6 +79,7 @@ def with_winners(*winners):
     return keys
 
 
+WINS_TWICE = "two win, in two tiles"
 RISING = torch.linspace(-1.0, 1.0, KEYS).half().double()
 ALTERNATING = torch.where(torch.arange(KEYS) % 2 == 1, 1.0, -1.0).double()
 # Multiples of the largest key.
@@ -86,7 +89,7 @@ PATTERNS = {
     "ties in unequal chunks": steps((3, 1.0), (100, -1.0), (61, 1.0), (1, 0.5)),
     "first key wins": with_winners(0),
     "last key wins": with_winners(KEYS - 1),
-    "two win, in two tiles": with_winners(63, 64),
+    WINS_TWICE: with_winners(63, 64),
     "three win, far apart": with_winners(1, 130, 332),
     "alternating": ALTERNATING,
     "alternating tiles": torch.where(torch.arange(KEYS) // 64 % 2 == 1, 1.0, -1.0).double(),
@@ -108,58 +111,70 @@ def in_data(magnitude: float, pattern, dtype=FLOAT) -> Given:
     return Given(rows, pattern * 2.0**high, scale=2.0 ** (bits - most), dtype=dtype)
 
 
-def in_scale(magnitude: float, pattern, dtype=FLOAT, rows=ROWS) -> Given:
-    return Given(torch.ones(rows), pattern, scale=magnitude, dtype=dtype)
+def in_scale(magnitude: float, pattern, dtype=FLOAT, rows=ROWS, **options) -> Given:
+    return Given(torch.ones(rows), pattern, magnitude, dtype, options)
 
 
-@in_chunks_or_not
-@pytest.mark.parametrize(
-    ("place", "dtype"),
-    [
-        (in_data, FLOAT),
-        (in_data, torch.float16),
-        (in_data, torch.bfloat16),
-        (in_scale, FLOAT),
-        (in_scale, torch.bfloat16),
-    ],
-)
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_patterns(pattern, magnitude, place, dtype, split):
-    if dtype == torch.bfloat16 and pattern in ("rising", "falling"):
-        pytest.skip("float16 values round to ties in bfloat16")
-    place(magnitude, PATTERNS[pattern], dtype).check(split)
+def patterns() -> Iterator[Given]:
+    places = [(in_data, dtype) for dtype in TOLERANCE]
+    places += [(in_scale, FLOAT), (in_scale, torch.bfloat16)]
+    for (place, dtype), magnitude in itertools.product(places, MAGNITUDES):
+        for name, pattern in PATTERNS.items():
+            # float16 values round to ties in bfloat16.
+            if dtype != torch.bfloat16 or name not in ("rising", "falling"):
+                yield place(magnitude, pattern, dtype)
+    for name, scale in itertools.product(("alternating", WINS_TWICE), (0.0, -1.3e8, -1e30)):
+        yield in_scale(scale, PATTERNS[name])
 
 
-@in_chunks_or_not
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"causal": True, "window_left": 70},
-        {"window_left": 3},
-        {"causal": True, "window_left": 0},
-    ],
-)
-@pytest.mark.parametrize("magnitude", [1.3e8, 1e12])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_bounds(pattern, magnitude, options, split):
-    given = in_scale(magnitude, PATTERNS[pattern], rows=90)
-    dataclasses.replace(given, options=options).check(split)
+def bounds() -> Iterator[Given]:
+    windows = ((True, -1), (True, 70), (False, 3), (True, 0))
+    for (causal, left), pattern in itertools.product(windows, PATTERNS.values()):
+        for magnitude in (1.3e8, 1e12):
+            yield in_scale(magnitude, pattern, rows=90, causal=causal, window_left=left)
 
 
-@in_chunks_or_not
-@pytest.mark.parametrize("magnitude", MAGNITUDES)
-@pytest.mark.parametrize("largest", [1.0, 0.0, -1.0])
-def test_masked_keys_beside_huge_ones(largest, magnitude, split):
+def masks() -> Iterator[Given]:
     """Masked logits may be larger or smaller; a row that keeps no key is 0, with LSE -inf."""
-    keys = torch.where(torch.arange(KEYS) % 3 == 0, largest, -1.0)
     mask = torch.rand(ROWS, KEYS, generator=torch.Generator().manual_seed(5)) < 0.5
     mask[1::2, ::3] = False
     mask[3] = False
     mask[4, :200] = False
-    given = in_scale(magnitude, keys)
-    dataclasses.replace(given, options={"custom_mask": mask.flatten()}).check(split)
+    for magnitude, largest in itertools.product(MAGNITUDES, (1.0, 0.0, -1.0)):
+        keys = torch.where(torch.arange(KEYS) % 3 == 0, largest, -1.0)
+        yield in_scale(magnitude, keys, custom_mask=mask.flatten())
+
+
+def neighbouring_floats() -> Iterator[Given]:
+    """Weights that are neither 0 nor 1, around 2^24: float32 has just the bits for them."""
+    for bits in (20, 23, 24, 25, 26):
+        unit = 2.0 ** max(bits - 23, -2)
+        offsets = torch.randint(0, 8, (KEYS,), generator=torch.Generator().manual_seed(bits))
+        keys = 2.0**bits + unit * offsets.double()
+        for scale, sign in itertools.product((1.0, -1.0, 0.5, 1.5, 0.6931472), (1.0, -1.0)):
+            yield Given(torch.ones(3), sign * keys, scale)
+
+
+def neighbouring_maxima() -> Iterator[Given]:
+    """Maxima of two chunks one ulp apart, whose products with log2(e) may round to one float."""
+    for bits, fraction in itertools.product((24, 31, 40, 100), (1.0, 1.2, 1.4, 1.6, 1.8, 1.99)):
+        top = torch.tensor(fraction * 2.0**bits, dtype=FLOAT).double()
+        keys = torch.where(torch.arange(KEYS) < 150, top, top + 2.0 ** (bits - 23))
+        yield Given(torch.ones(2), keys)
+        yield Given(torch.ones(2), keys.flip(0))
+
+
+@in_chunks_or_not
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(one, id=f"{kind.__name__}{i}")
+        for kind in (patterns, bounds, masks, neighbouring_floats, neighbouring_maxima)
+        for i, one in enumerate(kind())
+    ],
+)
+def test_weights(given, split):
+    given.check(split)
 
 
 # Multiples of the factor that one row may differ by from the next: huge and not, both signs.
@@ -183,39 +198,9 @@ def test_rows_do_not_see_their_neighbours(magnitude, rows, split):
 
 
 @in_chunks_or_not
-@pytest.mark.parametrize("bits", [20, 23, 24, 25, 26])
-@pytest.mark.parametrize("scale", [1.0, -1.0, 0.5, 1.5, 0.6931472])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_neighbouring_floats(bits, scale, sign, split):
-    """Weights that are neither 0 nor 1, around 2^24: float32 has just the bits for them."""
-    unit = 2.0 ** max(bits - 23, -2)
-    offsets = torch.randint(0, 8, (KEYS,), generator=torch.Generator().manual_seed(bits))
-    Given(torch.ones(3), sign * (2.0**bits + unit * offsets.double()), scale).check(split)
-
-
-@in_chunks_or_not
-@pytest.mark.parametrize("bits", [24, 31, 40, 100])
-def test_neighbouring_maxima_of_two_chunks(bits, split):
-    """Maxima one ulp apart, whose products with log2(e) may round to the same float."""
-    one_ulp = 2.0 ** (bits - 23)
-    for fraction in (1.0, 1.2, 1.4, 1.6, 1.8, 1.99):
-        top = torch.tensor(fraction * 2.0**bits, dtype=FLOAT).double()
-        keys = torch.where(torch.arange(KEYS) < 150, top, top + one_ulp)
-        for one in (keys, keys.flip(0)):
-            Given(torch.ones(2), one).check(split)
-
-
-@in_chunks_or_not
-@pytest.mark.parametrize("scale", [0.0, -1.3e8, -1e30])
-@pytest.mark.parametrize("pattern", ["alternating", "two win, in two tiles"])
-def test_scales_that_are_not_positive(pattern, scale, split):
-    in_scale(scale, PATTERNS[pattern]).check(split)
-
-
-@in_chunks_or_not
 def test_beyond_what_base_two_can_hold(split):
     """Logits that float32 holds and log2(e) times which it does not: the output is still right."""
-    given = Given(torch.full((2,), 2.0**60), PATTERNS["two win, in two tiles"] * 3e38 / 2.0**60)
+    given = Given(torch.full((2,), 2.0**60), PATTERNS[WINS_TWICE] * 3e38 / 2.0**60)
     out, lse = given.attend(split)
     torch.testing.assert_close(out.double(), given.expected().out, rtol=1e-5, atol=1e-5)
     assert bool((lse >= torch.finfo(FLOAT).max).all())

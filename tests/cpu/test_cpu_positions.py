@@ -5,7 +5,7 @@ import os
 import preflash
 import pytest
 import torch
-from instruction_sets import on_every_instruction_set, run_again
+from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import runner
 from preflash.testing.oracle import Pipeline, Rope, alibi_slopes, attend
 

@@ -95,11 +95,19 @@ def test_every_call_has_its_own_number_of_threads():
 
 
 def test_bits_do_not_depend_on_other_callers():
+    """Nor do those of packing and merging."""
     inputs = build(CASE)
-    alone = result(inputs, 1)
+    x = torch.rand(1_000_003) < 0.5
+    v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
+
+    def results(num_threads):
+        attention = result(inputs, num_threads)
+        return *attention, preflash.packbits(x), *preflash.merge_states(v, s)
+
+    alone = results(1)
 
     def many(num_threads):
-        return all(same(result(inputs, num_threads), alone) for _ in range(15))
+        return all(same(results(num_threads), alone) for _ in range(15))
 
     assert all(in_threads(*(lambda n=n: many(n) for n in (1, 2, 4, 7))))
 
@@ -159,19 +167,6 @@ def test_the_module_needs_no_interpreter_lock():
     assert python("import sys, preflash; print(sys._is_gil_enabled())") == "False\n"
 
 
-def test_packing_and_merging_beside_other_callers():
-    x = torch.rand(1_000_003) < 0.5
-    v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
-
-    def both(num_threads):
-        use_threads(num_threads)
-        return preflash.packbits(x), *preflash.merge_states(v, s)
-
-    alone = both(1)
-    for got in in_threads(*(lambda n=n: both(n) for n in (1, 2, 4, 7))):
-        assert same(got, alone)
-
-
 # The pool on its own: indices that sleep, so that a loaded machine changes nothing
 
 
@@ -228,19 +223,15 @@ def test_a_job_has_no_more_threads_than_it_asked_for():
 
 
 def test_a_failure_reaches_its_own_caller():
+    job = {"count": 100, "num_threads": 3, "microseconds": 500}
+
     def fails():
         with pytest.raises(RuntimeError, match="index 50 failed"):
-            threads.run(count=100, num_threads=3, microseconds=500, fails_at=50)
+            threads.run(**job, fails_at=50)
 
-    def works():
-        return threads.run(count=100, num_threads=3, microseconds=500)["most_at_once"]
-
-    assert in_threads(fails, works, fails)[1] >= 1
-
-
-def test_no_threads_are_refused():
+    assert in_threads(fails, lambda: threads.run(**job), fails)[1]["most_at_once"] >= 1
     with pytest.raises(ValueError, match="num_threads is 0"):
-        threads.run(count=1, num_threads=0)
+        threads.run(**job | {"num_threads": 0})
 
 
 # PREFLASH_CPU_ISA

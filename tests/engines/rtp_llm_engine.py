@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .serving import PAGE, Batch, Load, Shape
+from .serving import PAGE, Batch, Load, Shape, empty_cache, write
 from .stand_ins import Finder
 
 # What computes here is RTP-LLM's own code.
@@ -97,11 +97,7 @@ class RtpLlmEngine:
             is_causal=True,
         )
         size = (load.num_pages, 2, shape.num_kv_heads, PAGE, shape.head_dim)
-        dtype = torch.float8_e4m3fn if shape.fp8_cache else shape.dtype
-        # What the engine never wrote must not matter.
-        self._caches = [
-            torch.full(size, float("nan"), device=device).to(dtype) for _ in range(shape.num_layers)
-        ]
+        self._caches = [empty_cache(size, shape, device) for _ in range(shape.num_layers)]
         self._ops: dict[str, object] = {}
 
     def begin(self, batch: Batch, slots: torch.Tensor) -> None:
@@ -110,12 +106,9 @@ class RtpLlmEngine:
         self._kind = "decode" if decode else "paged" if any(prefixes) else "ragged"
         self._graph = batch.graph
         new = torch.tensor(batch.new, dtype=torch.int32)
-        table = torch.zeros(len(batch.new), self._load.max_length // PAGE, dtype=torch.int32)
-        for row, request in enumerate(batch.requests):
-            table[row, : len(request.pages)] = torch.tensor(request.pages)
+        table = batch.block_table(self._load.max_length // PAGE)
         before = torch.tensor(prefixes, dtype=torch.int32)
         none = torch.zeros(0, dtype=torch.int32)
-        starts = torch.tensor([0, *batch.new]).cumsum(0, dtype=torch.int32).to(self._device)
         inputs = SimpleNamespace(
             is_prefill=not decode,
             is_cuda_graph=batch.graph,
@@ -124,8 +117,8 @@ class RtpLlmEngine:
             input_lengths=new,
             kv_cache_kernel_block_id=table,
             kv_cache_kernel_block_id_device=table.to(self._device),
-            cu_seqlens=starts.cpu(),
-            cu_seqlens_device=starts,
+            cu_seqlens=batch.starts,
+            cu_seqlens_device=batch.starts.to(self._device),
             prefill_cuda_graph_copy_params=None,
             padding_offset=None,
         )
@@ -152,10 +145,7 @@ class RtpLlmEngine:
         cache = self._caches[layer]
         page, offset = self._slots // PAGE, self._slots % PAGE
         for side, new in enumerate((k, v)):
-            target, new = cache[:, side].transpose(1, 2), new.to(cache.dtype)
-            if cache.element_size() == 1:
-                target, new = target.view(torch.uint8), new.view(torch.uint8)
-            target[page, offset] = new
+            write(cache[:, side].transpose(1, 2), (page, offset), new)
         layer_cache = SimpleNamespace(kv_cache_base=cache)
         if self._kind == "decode":
             return self._op.forward(q, layer_cache, self._parameters)

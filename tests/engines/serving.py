@@ -67,9 +67,16 @@ class Batch:
         )
         return tuple(torch.tensor(values, device=device) for values in lists)
 
-    def last_rows(self) -> list[int]:
-        ends = torch.tensor(self.new).cumsum(0) - 1
-        return ends.tolist()
+    @property
+    def starts(self) -> torch.Tensor:
+        """The rows that requests begin at, and the number of rows, int32."""
+        return torch.tensor([0, *self.new]).cumsum(0).int()
+
+    def block_table(self, columns: int) -> torch.Tensor:
+        table = torch.zeros(len(self.new), columns, dtype=torch.int32)
+        for row, request in zip(table, self.requests, strict=True):
+            row[: len(request.pages)] = torch.tensor(request.pages)
+        return table
 
 
 class Engine(Protocol):
@@ -167,6 +174,20 @@ class Pool:
             request.slots += range(page * PAGE, (page + 1) * PAGE)
 
 
+def empty_cache(size: tuple[int, ...], shape: Shape, device: torch.device) -> torch.Tensor:
+    """Returns a cache of NaN: values that the engine never wrote must not matter."""
+    dtype = torch.float8_e4m3fn if shape.fp8_cache else shape.dtype
+    return torch.full(size, float("nan"), device=device).to(dtype)
+
+
+def write(cache: torch.Tensor, index, new: torch.Tensor) -> None:
+    """Writes values at an index of a cache; torch indexes no floats of 8 bits."""
+    new = new.to(cache.dtype)
+    if cache.element_size() == 1:
+        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+    cache[index] = new
+
+
 @dataclass(frozen=True)
 class Load:
     """Prompts and lengths to serve. shared: tokens of the last prompt that are the others' prefix
@@ -237,7 +258,7 @@ class Scheduler:
             tokens, positions, slots = inputs
             engine.begin(batch, slots)
             found = model(tokens, positions, engine.attend)
-        rows = found[batch.last_rows()]
+        rows = found[(batch.starts[1:] - 1).tolist()]
         picked = rows.argmax(-1).tolist()
         for i, (request, n) in enumerate(zip(batch.requests, batch.new, strict=True)):
             request.computed += n

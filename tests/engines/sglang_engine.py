@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .serving import PAGE, Batch, Load, Shape
+from .serving import PAGE, Batch, Load, Shape, empty_cache, write
 from .stand_ins import Finder
 
 # What computes here is SGLang's own code.
@@ -106,22 +106,13 @@ class _Translator:
         _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
 
 
-def _cache_dtype(shape: Shape) -> torch.dtype:
-    return torch.float8_e4m3fn if shape.fp8_cache else shape.dtype
-
-
 class _Pool:
     """token_to_kv_pool: [slots, heads, dim] of each layer."""
 
     def __init__(self, shape: Shape, device: torch.device, load: Load) -> None:
         size = (load.num_pages * PAGE, shape.num_kv_heads, shape.head_dim)
-        # What the engine never wrote must not matter.
         self._buffers = [
-            [
-                torch.full(size, float("nan"), device=device).to(_cache_dtype(shape))
-                for _ in range(2)
-            ]
-            for _ in range(shape.num_layers)
+            [empty_cache(size, shape, device) for _ in "kv"] for _ in range(shape.num_layers)
         ]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,10 +120,7 @@ class _Pool:
 
     def set_kv_buffer(self, layer, loc, k, v, *_scales, **_kwargs) -> None:
         for buffer, values in zip(self._buffers[layer.layer_id], (k, v), strict=True):
-            new = values.view(-1, *buffer.shape[1:]).to(buffer.dtype)
-            if buffer.element_size() == 1:
-                buffer, new = buffer.view(torch.uint8), new.view(torch.uint8)
-            buffer[loc] = new
+            write(buffer, loc, values.view(-1, *buffer.shape[1:]))
 
     def get_kv_cache_quant_method(self) -> SimpleNamespace:
         access = SimpleNamespace(kind=None, scale_recipe=None)
@@ -142,8 +130,7 @@ class _Pool:
 
 
 def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
-    """The backend of that name, with the modules of SGLang in the directory that holds
-    `sglang`."""
+    """Loads the backend of that name on the modules in the directory that holds `sglang`."""
     finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
     environment = _Environment()
     if device.type == "cuda":
@@ -262,7 +249,7 @@ class SglangEngine:
             model_config=config,
             prefill_attention_backend_str="flashinfer",
             decode_attention_backend_str="flashinfer",
-            kv_cache_dtype=_cache_dtype(shape),
+            kv_cache_dtype=self._pool.get_kv_buffer(0)[0].dtype,
             dtype=shape.dtype,
             kv_cache_dtype_str="fp8_e4m3" if shape.fp8_cache else "auto",
             model=self._layers,
@@ -366,7 +353,7 @@ class PreflashEngine(SglangEngine):
         return self._module.PreflashAttnBackend(runner)
 
     def _use_wrappers_of_graph(self, size: int) -> None:
-        """Nothing to do: a plan of preflash's backend is what the next calls of its layers use."""
+        """Does nothing: the next calls of the layers use the last plan of preflash's backend."""
 
     def wrappers(self) -> list:
         return list(self._backend.plans.wrappers.values())

@@ -96,7 +96,7 @@ class _Logger:
 
 
 class _Kernel:
-    """_copy_page_indices_kernel on the CPU."""
+    """Stands in for _copy_page_indices_kernel on the CPU."""
 
     def __getitem__(self, grid: tuple[int, ...]):
         def launch(indices, table, _stride, indptr, BLOCK_SIZE=0, **_) -> None:  # noqa: N803
@@ -117,12 +117,12 @@ def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_sca
 
 
 def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scaled_fp8_quant with a scale of 1."""
+    """Stands in for scaled_fp8_quant, with a scale of 1."""
     return x.to(torch.float8_e4m3fn), scale
 
 
 def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
-    """The backend of that name, with the modules of vLLM in the directory that holds `vllm`."""
+    """Loads the backend of that name on the modules in the directory that holds `vllm`."""
     finder = Finder(root, "vllm", REAL, ABSENT)
     environment = SimpleNamespace(
         VLLM_BATCH_INVARIANT=False,
@@ -316,13 +316,9 @@ class VllmEngine:
         self._slots = slots
 
     def _common_of(self, batch: Batch, slots: torch.Tensor):
-        """CommonAttentionMetadata of a step."""
-        new = torch.tensor([0, *batch.new], dtype=torch.int32)
-        starts = new.cumsum(0, dtype=torch.int32)
-        lengths = torch.tensor(batch.total, dtype=torch.int32)
-        table = torch.zeros(len(batch.new), self._load.max_length // PAGE, dtype=torch.int32)
-        for row, request in enumerate(batch.requests):
-            table[row, : len(request.pages)] = torch.tensor(request.pages)
+        """Makes the CommonAttentionMetadata of a step."""
+        starts, lengths = batch.starts, torch.tensor(batch.total, dtype=torch.int32)
+        table = batch.block_table(self._load.max_length // PAGE)
         return self._common(
             query_start_loc=starts.to(self._device),
             query_start_loc_cpu=starts,
@@ -340,8 +336,11 @@ class VllmEngine:
         impl, cache = self._impls[layer], self._caches[layer]
         impl.do_kv_cache_update(self._layer, k, v, cache, self._slots)
         out = torch.empty_like(q)
-        impl.forward(self._layer, q, k, v, cache, self._metadata, out)
+        impl.forward(self._layer, self._query_of(impl, q), k, v, cache, self._metadata, out)
         return out
+
+    def _query_of(self, _impl, q: torch.Tensor) -> torch.Tensor:
+        return q
 
     def wrappers(self) -> list:
         found = [self._builder._prefill_wrapper, self._builder._decode_wrapper]
@@ -387,14 +386,9 @@ class PreflashEngine(VllmEngine):
         table.copy_(common.block_table_tensor)
         common.seq_lens, common.block_table_tensor = lengths, table
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        impl, cache = self._impls[layer], self._caches[layer]
-        impl.do_kv_cache_update(self._layer, k, v, cache, self._slots)
-        out = torch.empty_like(q)
-        if impl.supports_quant_query_input:  # as vLLM's attention layer does
-            q = q.to(torch.float8_e4m3fn)
-        impl.forward(self._layer, q, k, v, cache, self._metadata, out)
-        return out
+    def _query_of(self, impl, q: torch.Tensor) -> torch.Tensor:
+        """Returns q as vLLM's attention layer hands it on."""
+        return q.to(torch.float8_e4m3fn) if impl.supports_quant_query_input else q
 
     def wrappers(self) -> list:
         return list(self._metadata.wrappers.values())

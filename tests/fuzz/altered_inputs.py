@@ -47,57 +47,34 @@ def with_bounds(inputs: Inputs, pages: int = 2) -> Inputs:
 
 def lone(inputs: Inputs, i: int) -> Inputs:
     """Request i as a batch of its own, in the memory that it shares with the others."""
-    case = inputs.case
-    index_device = inputs.qo_indptr.device
-    qo_len, kv_len = case.qo_lens[i], case.kv_lens[i]
-    alone = dataclasses.replace(
-        inputs,
-        case=dataclasses.replace(case, qo_lens=(qo_len,), kv_lens=(kv_len,)),
-        q=inputs.q.narrow(0, sum(case.qo_lens[:i]), qo_len),
-        qo_indptr=indptr([qo_len], index_device),
-    )
-    if case.paged:
-        pages = inputs.page_table[i]
-        alone.page_table = [pages]
-        alone.kv_indptr = indptr([len(pages)], index_device)
-        alone.indices = torch.tensor(pages, dtype=torch.int32, device=index_device)
-        alone.last_page_len = inputs.last_page_len[i : i + 1]
-    else:
-        tokens = 0 if case.layout == "NHD" else 1
-        begin = sum(case.kv_lens[:i])
-        alone.k, alone.v = (t.narrow(tokens, begin, kv_len) for t in (inputs.k, inputs.v))
-        alone.kv_indptr = indptr([kv_len], index_device)
-    if inputs.masks is not None:
-        alone.masks = [inputs.masks[i]]
-        attach_masks(alone, alone.masks, inputs.q.device)
-    return alone
+    return part(inputs, i, 0, inputs.case.qo_lens[i])
 
 
 def part(inputs: Inputs, i: int, begin: int, end: int) -> Inputs:
     """Rows [begin, end) of request i as a batch of its own: a chunk of its prefill, or a decode
     step, with the keys that are there by then."""
-    one = lone(inputs, i)
-    case, index_device = one.case, inputs.qo_indptr.device
-    kv_len = case.kv_lens[0] - (case.qo_lens[0] - end if case.mask is MaskKind.CAUSAL else 0)
+    case, index_device = inputs.case, inputs.qo_indptr.device
+    kv_len = case.kv_lens[i] - (case.qo_lens[i] - end if case.mask is MaskKind.CAUSAL else 0)
     cut = dataclasses.replace(
-        one,
+        inputs,
         case=dataclasses.replace(case, qo_lens=(end - begin,), kv_lens=(kv_len,)),
-        q=one.q.narrow(0, begin, end - begin),
+        q=inputs.q.narrow(0, sum(case.qo_lens[:i]) + begin, end - begin),
         qo_indptr=indptr([end - begin], index_device),
     )
     if case.paged:
-        num_pages = -(-kv_len // case.page_size)
-        cut.page_table = [one.page_table[0][:num_pages]]
-        cut.kv_indptr = indptr([num_pages], index_device)
-        cut.indices = one.indices[:num_pages]
-        last = kv_len - (num_pages - 1) * case.page_size if num_pages else 1
-        cut.last_page_len = torch.full_like(one.last_page_len, last)
+        pages = inputs.page_table[i][: -(-kv_len // case.page_size)]
+        cut.page_table = [pages]
+        cut.kv_indptr = indptr([len(pages)], index_device)
+        cut.indices = torch.tensor(pages, dtype=torch.int32, device=index_device)
+        last = kv_len - (len(pages) - 1) * case.page_size if pages else -(2**31)
+        cut.last_page_len = torch.full_like(inputs.last_page_len[:1], last)
     else:
         tokens = 0 if case.layout == "NHD" else 1
-        cut.k, cut.v = (t.narrow(tokens, 0, kv_len) for t in (one.k, one.v))
+        first = sum(case.kv_lens[:i])
+        cut.k, cut.v = (t.narrow(tokens, first, kv_len) for t in (inputs.k, inputs.v))
         cut.kv_indptr = indptr([kv_len], index_device)
-    if one.masks is not None:
-        cut.masks = [one.masks[0][begin:end]]
+    if inputs.masks is not None:
+        cut.masks = [inputs.masks[i][begin:end]]
         attach_masks(cut, cut.masks, inputs.q.device)
     return cut
 

@@ -15,7 +15,7 @@ from preflash.testing.inputs import SPARE_PAGES
 
 from .guarded import bits
 from .random_cases import Limits, random_case
-from .wrapper_trial import Verdict, verdict_of
+from .wrapper_trial import Verdict, judged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +46,10 @@ def draw(seed: int, index: int, limits: Limits) -> AppendProblem:
     )
 
 
-def examine(problem: AppendProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
+@judged
+def examine(problem: AppendProblem, backend: str, device: torch.device) -> Verdict:
     """Appends and compares with a loop. `device` alone decides what runs; backend="cpu" makes a
     missing kernel a failure."""
-    return verdict_of(lambda: _examine(problem, torch.device(device)), backend)
-
-
-def _examine(problem: AppendProblem, device: torch.device) -> Verdict:
     appended = _Append(problem)
     wanted = appended.by_a_loop()
     failures = []

@@ -10,7 +10,7 @@ import torch
 from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
 from preflash.testing.oracle import Pipeline
 
-from .problems import Brought
+from .problems import SCALES, Brought, with_scales
 from .random_cases import Limits, random_case
 
 
@@ -68,15 +68,8 @@ class CudnnProblem:
 
     @property
     def pipeline(self) -> Pipeline:
-        call = self.call
-        factor = (1.0 if call.q_scale is None else call.q_scale) * (
-            1.0 if call.k_scale is None else call.k_scale
-        )
-        return Pipeline(
-            sm_scale=self.case.scale * factor,
-            causal=self.case.mask is MaskKind.CAUSAL,
-            out_scale=1.0 if call.v_scale is None else call.v_scale,
-        )
+        causal = self.case.mask is MaskKind.CAUSAL
+        return with_scales(Pipeline(sm_scale=self.case.scale, causal=causal), self.call)
 
 
 def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
@@ -116,8 +109,6 @@ def _random_call(rng: random.Random, case: Case) -> CudnnCall:
     own = apart or not in_tokens or rng.random() < 0.6
     told = in_tokens and ends is Ends.WITH and not apart and not case.paged
     stats = rng.random() < 0.35
-    # All exact in float32, so that a scale in a tensor is the same scale.
-    scales = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
     return CudnnCall(
         apart=apart,
         units=units,
@@ -132,9 +123,9 @@ def _random_call(rng: random.Random, case: Case) -> CudnnCall:
         lse=rng.choice(list(Lse) if stats else [Lse.ABSENT, Lse.PADDED]),
         return_lse=rng.random() < 0.8,
         lse_base=rng.choice(["log2", "ln"]),
-        q_scale=rng.choice(scales),
-        k_scale=rng.choice(scales),
-        v_scale=rng.choice([*scales, 0.0]),
+        q_scale=rng.choice(SCALES),
+        k_scale=rng.choice(SCALES),
+        v_scale=rng.choice([*SCALES, 0.0]),
         scales_in_tensors=rng.random() < 0.2,
         spare_length=rng.choice([0, 0, 1, 33]),
         capturable=rng.random() < 0.2,

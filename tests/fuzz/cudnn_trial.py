@@ -18,10 +18,10 @@ from preflash.testing.oracle import Expected, attend, concatenate
 
 from . import guarded
 from .cudnn_problems import CudnnCall, CudnnProblem, Ends, Lse
-from .guarded import Guarded, Untouched, bits
+from .guarded import Guarded, Untouched, around_workspace, bits
 from .outputs import Result
 from .problems import Brought
-from .wrapper_trial import Verdict, verdict_of
+from .wrapper_trial import Verdict, judged
 
 
 @dataclasses.dataclass
@@ -189,8 +189,8 @@ class CudnnInputs:
             "batch_offsets_q": self._offsets(self._q_at, case.qo_lens, self.q.stride(0)),
             "batch_offsets_stats": None,
             "batch_offsets_units": call.units,
-            "out": None if self.out is None else self.out.view,
-            "lse": None if self.lse is None else self.lse.view,
+            "out": None if self.out is None else self.out.given,
+            "lse": None if self.lse is None else self.lse.given,
             "is_cuda_graph_compatible": call.capturable,
             "o_data_type": case.o_dtype,
             "lse_base": call.lse_base,
@@ -250,33 +250,26 @@ def _moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     return whole.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-def examine(problem: CudnnProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """Makes one call, or two. An exception of a broken backend is a failure like any other."""
-
-    if problem.call.apart and not problem.case.paged:
+@judged
+def examine(problem: CudnnProblem, backend: str, device: torch.device) -> Verdict:
+    """Makes one call, or two."""
+    call = problem.call
+    if call.apart and not problem.case.paged:
         # With is_cuda_graph_compatible=True ragged requests lie one after the other in k and v.
-        call = dataclasses.replace(problem.call, capturable=False)
+        call = dataclasses.replace(call, capturable=False)
         problem = dataclasses.replace(problem, call=call)
-    return verdict_of(lambda: _examine(problem, backend, device), backend)
-
-
-def _examine(problem: CudnnProblem, backend: str, device: torch.device | str) -> Verdict:
     made = CudnnInputs(problem, device)
     tensors = {name: t for name, t in made.arguments.items() if isinstance(t, torch.Tensor)}
     untouched = Untouched({name: t for name, t in tensors.items() if name not in ("out", "lse")})
-    workspace = guarded.workspace(problem.call.workspace, made.device)
+    workspace = guarded.workspace(call.workspace, device)
     trial = _Trial(made, workspace, backend)
     first = trial.run()
     failures = first.failures
-    report = runner.compare(
-        made, first.out, first.lse, made.expected(), lse_base=problem.call.lse_base
-    )
+    report = runner.compare(made, first.out, first.lse, made.expected(), lse_base=call.lse_base)
     failures += report.failures
-    if problem.call.repeat and not trial.run().same_bits(first):
+    if call.repeat and not trial.run().same_bits(first):
         failures.append("a second call has other bits")
-    if spilled := workspace.spilled():
-        failures.append(f"{spilled} bytes around the workspace were written")
-    failures += [f"{name}, an input, was written" for name in untouched.changed()]
+    failures += around_workspace(workspace) + untouched.changed()
     return Verdict(failures, worst=report.worst)
 
 
@@ -301,18 +294,13 @@ class _Trial:
         if (lse is not None) != call.return_lse:
             failures.append(f"lse is {lse if lse is None else 'returned'}: {call.return_lse=}")
         for name, mine, got in (("out", made.out, out), ("lse", made.lse, lse)):
-            if mine is None:
-                continue
-            if got is not None and got is not mine.view:
-                failures.append(f"{name} is not the tensor that was given")
-            if spilled := mine.spilled():
-                failures.append(f"{name}: {spilled} elements around it were written")
+            failures += [] if mine is None else mine.failures(name, got)
         if out.dtype != made.case.dtype_o:
             failures.append(f"out is {out.dtype}")
         rows = made.o_at.rows(made.case.qo_lens).to(made.device)
         if made.out is not None and _changed(out, self._before[0], rows):
             failures.append("out: rows that no request has are written")
-        lse = made.lse.view if lse is None and made.lse is not None else lse
+        lse = made.lse.given if lse is None and made.lse is not None else lse
         taken = bits(out)[rows].view(out.dtype)  # not every torch takes rows of 8-bit floats
         return Result(taken.cpu(), self._lse_rows(lse, failures), failures)
 

@@ -5,6 +5,7 @@ single_decode_with_kv_cache."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import preflash
@@ -12,11 +13,11 @@ import torch
 from preflash.testing import runner
 from preflash.testing.case import Case, KvForm, MaskKind, Sinks
 
-from . import guarded, wrapper_trial
-from .problems import Also, Brought, Call, Entry, Problem, Scratch
+from . import wrapper_trial
+from .problems import Also, Brought, Entry, Problem, Scratch
 from .problems import draw as draw_problem
 from .random_cases import Limits
-from .wrapper_trial import Trial, Verdict, verdict_of
+from .wrapper_trial import SCALE_NAMES, Trial, Verdict, judged
 
 _LOOKED_AT = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
 
@@ -35,24 +36,18 @@ def draw(seed: int, index: int, limits: Limits) -> DecodeProblem:
     rng = random.Random(f"decode {seed} {index}")
     drawn = draw_problem(seed, index, limits)
     case, also = _adapted(rng, drawn.case, drawn.call.entry), drawn.also
-    call = dataclasses.replace(
-        drawn.call,
-        padding=0,
-        graph=False,
-        hints=False,
-        bounds=False,
-        other_mask=False,
-        long_mask=False,
-    )
-    if call.entry is Entry.SINGLE:
-        call = _plain(call)
-    if also not in _LOOKED_AT or (also is Also.SPOILT and case.batch_size < 2):
-        also = Also.NOTHING
-    splits = case.is_invariant
-    if also is Also.ALONE and not splits:
-        also = Also.NOTHING
-    if call.scratch is not Scratch.WHOLE and splits:
+    of_plan = ("graph", "hints", "bounds", "other_mask", "long_mask")
+    call = dataclasses.replace(drawn.call, padding=0, **dict.fromkeys(of_plan, False))
+    if call.entry is Entry.SINGLE:  # makes its outputs
+        absent = Brought.ABSENT
+        call = dataclasses.replace(call, out=absent, lse=absent, lse_base="log2", lse_layout="NH")
+    if case.is_invariant:
         call = dataclasses.replace(call, scratch=Scratch.WHOLE)
+    meaningless = (also is Also.SPOILT and case.batch_size < 2) or (
+        also is Also.ALONE and not case.is_invariant
+    )
+    if also not in _LOOKED_AT or meaningless:
+        also = Also.NOTHING
     return DecodeProblem(
         Problem(case, call, also, drawn.seed),
         graph=call.entry is not Entry.SINGLE and rng.random() < 0.3,
@@ -76,21 +71,10 @@ def _adapted(rng: random.Random, case: Case, entry: Entry) -> Case:
     )
 
 
-def _plain(call: Call) -> Call:
-    """The call without outputs of its own."""
-    absent = Brought.ABSENT
-    return dataclasses.replace(call, out=absent, lse=absent, lse_base="log2", lse_layout="NH")
-
-
-def examine(problem: DecodeProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """Computes the problem. What a broken backend raises is a failure like any other."""
-
-    def make(of: Problem, inputs, backend: str) -> Trial:
-        return _DecodeTrial(of, inputs, backend, problem)
-
-    return verdict_of(
-        lambda: wrapper_trial.examine_with(make, problem.problem, backend, device), backend
-    )
+@judged
+def examine(problem: DecodeProblem, backend: str, device: torch.device) -> Verdict:
+    make = functools.partial(_DecodeTrial, decode=problem)
+    return wrapper_trial.examine_with(make, problem.problem, backend, device)
 
 
 class _DecodeTrial(Trial):
@@ -103,15 +87,8 @@ class _DecodeTrial(Trial):
     def another(self, inputs) -> Trial:
         return _DecodeTrial(self.problem, inputs, self.backend, self._decode)
 
-    def _plan(self) -> None:
-        device = self.inputs.q.device
-        probe = self._wrapper(runner.workspace(device, 0))
+    def _plan_with(self, overrides: dict[str, object]) -> None:
         arguments, options = self._plan_arguments()
-        needs = [probe.workspace_size(*arguments, **options)[0]]
-        overrides = self._plan_overrides()
-        needs.append(probe.workspace_size(*arguments, **{**options, **overrides})[0])
-        self.workspace = guarded.workspace(self._given_bytes(max(needs)), device)
-        self.wrapper = self._wrapper(self.workspace.view)
         self.wrapper.plan(*arguments, **{**options, **overrides})
 
     def _plan_overrides(self) -> dict[str, object]:
@@ -123,15 +100,15 @@ class _DecodeTrial(Trial):
         inputs = self.inputs
         options = {}
         if self._decode.graph:
-            device = inputs.q.device
             for name, array, spare in (
                 ("indptr", inputs.kv_indptr, 0),
                 ("indices", inputs.indices, 5),
                 ("last_page_len", inputs.last_page_len, 0),
             ):
-                size = array.numel() + spare
-                buffer_of = torch.zeros(size, dtype=torch.int32, device=device)
-                options[f"paged_kv_{name}_buffer"] = buffer_of
+                size, device = array.numel() + spare, inputs.q.device
+                options[f"paged_kv_{name}_buffer"] = torch.zeros(
+                    size, dtype=torch.int32, device=device
+                )
         return preflash.BatchDecodeWithPagedKVCacheWrapper(
             buffer,
             inputs.case.layout,
@@ -158,9 +135,7 @@ class _DecodeTrial(Trial):
             kv_layout=case.layout,
             use_tensor_cores=self._decode.tensor_cores,
             **self._logits_options(),
-            q_scale=self._scale(call.q_scale),
-            k_scale=self._scale(call.k_scale),
-            v_scale=self._scale(call.v_scale),
+            **self._scales(*SCALE_NAMES),
             return_lse=call.return_lse,
         )
         if call.return_lse:
@@ -174,8 +149,7 @@ class _DecodeTrial(Trial):
             self.inputs.q,
             self.inputs.cache,
             **self._logits_options(),
-            k_scale=self._scale(call.k_scale),
-            v_scale=self._scale(call.v_scale),
+            **self._scales("k_scale", "v_scale"),
         )
 
     def _logits_options(self) -> dict[str, object]:

@@ -24,7 +24,7 @@ from preflash.testing.comparison import (
 )
 from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
-from .wrapper_trial import Verdict, verdict_of
+from .wrapper_trial import Verdict, judged
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, E4M3)
@@ -312,16 +312,12 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
     return pools, table
 
 
+@judged
 def examine(
-    case: FmhaCase, *, backend: str, device: torch.device | str, lengths_on: str | None = None
+    case: FmhaCase, backend: str, device: torch.device, lengths_on: str | None = None
 ) -> Verdict:
-    """Makes one call. An exception of a broken backend is a failure like any other."""
-
-    def compute() -> Verdict:
-        inputs = build(case, str(device), lengths_on)
-        return judge(inputs, run(inputs, backend))
-
-    return verdict_of(compute, backend)
+    inputs = build(case, str(device), lengths_on)
+    return judge(inputs, run(inputs, backend))
 
 
 def run(inputs: FmhaInputs, backend: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

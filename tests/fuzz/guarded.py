@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from preflash.testing.case import Garbage
-from preflash.testing.inputs import PAD_COLUMNS, fill_poison
+from preflash.testing.inputs import PAD_COLUMNS, Inputs, fill_poison
 
 _BESIDE = 256  # bytes on each side of a workspace
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,9 +42,14 @@ class Guarded:
         self._cut(changed).fill_(False)
         return int(changed.sum())
 
-    def touched(self) -> bool:
-        """True if any element has changed, the tensor's own included."""
-        return not torch.equal(bits(self._whole), bits(self._before))
+    def failures(self, name: str, got: torch.Tensor | None) -> list[str]:
+        """Returns what is wrong with an output that a call was given. got: the returned tensor."""
+        found = []
+        if got is not None and got is not self.given:
+            found.append(f"{name} is not the tensor that was given")
+        if spilled := self.spilled():
+            found.append(f"{name}: {spilled} elements around it were written")
+        return found
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,23 @@ class Untouched:
         self._before = {name: t.clone() for name, t in self._memory.items()}
 
     def changed(self) -> list[str]:
-        """The names of those that something was written into."""
-        return [name for name, t in self._memory.items() if not torch.equal(t, self._before[name])]
+        """Returns a failure for each tensor that something was written into."""
+        return [
+            f"{name}, an input, was written"
+            for name, t in self._memory.items()
+            if not torch.equal(t, self._before[name])
+        ]
+
+
+def untouched_inputs(inputs: Inputs) -> Untouched:
+    scales = {f"scale_{name}": getattr(inputs.scales, name) for name in "qkv"}
+    tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
+    return Untouched(tensors | scales | {"packed mask": inputs.packed_custom_mask})
+
+
+def around_workspace(workspace: Guarded) -> list[str]:
+    spilled = workspace.spilled()
+    return [f"{spilled} bytes around the workspace were written"] if spilled else []
 
 
 def _storage_of(t: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from preflash.testing.case import Case, KvForm, MaskKind, Sinks
 
 from .problem_limits import contradiction
-from .problems import Brought
+from .problems import SCALES, Brought
 from .random_cases import Limits, random_case
 
 _WORKSPACES = (0, 1 << 14, 1 << 22)
@@ -157,9 +157,6 @@ def _possible(case: Case) -> Case:
 
 
 def _random_call(rng: random.Random, kind: Kind) -> PodCall:
-    # All exact in float32, so that a scale in a tensor is the same scale.
-    scales = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
-
     def pair(draw_one):
         return (draw_one(), draw_one())
 
@@ -172,9 +169,9 @@ def _random_call(rng: random.Random, kind: Kind) -> PodCall:
         lse=pair(lambda: rng.choice(list(Brought))),
         lse_base=rng.choice(["log2", "ln"]),
         lse_layout=rng.choice(["NH", "HN"]),
-        q_scale=rng.choice(scales),
-        k_scale=rng.choice(scales),
-        v_scale=rng.choice([*scales, 0.0]),
+        q_scale=rng.choice(SCALES),
+        k_scale=rng.choice(SCALES),
+        v_scale=rng.choice([*SCALES, 0.0]),
         scales_in_tensors=rng.random() < 0.2,
         workspace=rng.choice(_WORKSPACES),
         replan=rng.random() < 0.2,

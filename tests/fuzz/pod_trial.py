@@ -3,7 +3,6 @@ wrong."""
 
 from __future__ import annotations
 
-import dataclasses
 from unittest import mock
 
 import preflash
@@ -16,10 +15,11 @@ from preflash.testing.oracle import reference
 
 from . import guarded, wrapper_trial
 from .altered_inputs import surrounded
-from .guarded import Guarded, Padding, Untouched
+from .guarded import Guarded, Padding, around_workspace, untouched_inputs
 from .outputs import GivenOutputs, Result
 from .pod_problems import Kind, PodProblem
-from .wrapper_trial import Verdict, verdict_of
+from .problems import with_scales
+from .wrapper_trial import Verdict, judged
 
 
 def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
@@ -28,15 +28,16 @@ def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
     prefill.variant, decode.variant = ids[0], ids[-1]
 
 
-def examine(problem: PodProblem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """Plans and runs the wrapper. What a broken backend raises is a failure like any other."""
+@judged
+def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
+    """Plans and runs the wrapper."""
     with mock.patch.object(pod_plan, "_forced_apart", problem.call.two_launches):
-        return verdict_of(lambda: _examine(problem, backend, device), backend)
+        return _examine(problem, backend, device)
 
 
-def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> Verdict:
+def _examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
     sides = [_Side(problem, index, device) for index in (0, 1)]
-    untouched = [Untouched(_tensors(side.inputs)) for side in sides]
+    untouched = [untouched_inputs(side.inputs) for side in sides]
     workspace = guarded.workspace(problem.call.workspace, device)
     trial = _TRIALS[problem.kind](problem, sides, workspace, backend)
     verdict = Verdict()
@@ -52,12 +53,9 @@ def _examine(problem: PodProblem, backend: str, device: torch.device | str) -> V
         for side, one, other in zip(sides, first, trial.results(), strict=True):
             if not one.same_bits(other):
                 verdict.failures.append(f"{side.name}: a second run has other bits")
-    if spilled := workspace.spilled():
-        verdict.failures.append(f"{spilled} bytes around the workspace were written")
+    verdict.failures += around_workspace(workspace)
     for side, memory in zip(sides, untouched, strict=True):
-        verdict.failures += [
-            f"{side.name}: {name}, an input, was written" for name in memory.changed()
-        ]
+        verdict.failures += [f"{side.name}: {failure}" for failure in memory.changed()]
     return verdict
 
 
@@ -74,10 +72,6 @@ def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
     }
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
     wrapper.plan(*arrays, *heads, **{**options, **overrides})
-
-
-def _tensors(inputs: Inputs) -> dict[str, torch.Tensor | None]:
-    return {"q": inputs.q, "k": inputs.k, "v": inputs.v, "packed mask": inputs.packed_custom_mask}
 
 
 def _padding_of(problem: PodProblem) -> Padding:
@@ -121,12 +115,7 @@ class _Side:
     def compare(self, result: Result):
         pipeline, call = self.inputs.pipeline, self._call
         if self.name == "decode":
-            given = [1.0 if one is None else one for one in (call.q_scale, call.k_scale)]
-            pipeline = dataclasses.replace(
-                pipeline,
-                sm_scale=pipeline.sm_scale * given[0] * given[1],
-                out_scale=1.0 if call.v_scale is None else call.v_scale,
-            )
+            pipeline = with_scales(pipeline, call)
         expected = reference(self.inputs, pipeline=pipeline)
         return runner.compare(self.inputs, result.out, result.lse, expected, lse_base=call.lse_base)
 
@@ -171,17 +160,12 @@ class _Trial:
 
     def run(self, **overrides):
         call = self._problem.call
-        options = {name: self._scale(getattr(call, name)) for name in _SCALES}
+        options = wrapper_trial.scale_arguments(call, self.wrapper.device)
         options |= {"lse_base": call.lse_base, "lse_layout": call.lse_layout}
         options["causal_p"] = self._sides[0].inputs.pipeline.causal
         for side in self._sides:
             options |= side.options()
         return self.wrapper.run(*self._operands(), **{**options, **self._masks(), **overrides})
-
-    def _scale(self, value: float | None) -> float | torch.Tensor | None:
-        if value is None or not self._problem.call.scales_in_tensors:
-            return value
-        return torch.tensor([value], dtype=torch.float32, device=self.wrapper.device)
 
     def _dense_mask(self) -> torch.Tensor | None:
         """Dense mask of the prefills; with a packed mask and other_mask, its inverse."""
@@ -189,9 +173,6 @@ class _Trial:
         if inputs.packed_custom_mask is None or not self._problem.call.other_mask:
             return inputs.custom_mask
         return ~torch.cat([mask.flatten() for mask in inputs.masks])
-
-
-_SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 class _SingleTrial(_Trial):

@@ -14,6 +14,7 @@ import typing
 
 import torch
 from preflash.testing.case import DTYPE_NAMES, Case, KvForm, MaskKind, Position, Sinks
+from preflash.testing.oracle import Pipeline
 
 from . import problem_limits as limits
 from .random_cases import Limits, random_case
@@ -92,12 +93,15 @@ class Call:
     other_mask: bool = False  # beside a packed mask a dense one, which does not count
     long_mask: bool = False  # masks are longer than needed
 
-    @property
-    def logits_factor(self) -> float:
-        """Factor by which q_scale and k_scale multiply sm_scale."""
-        return (1.0 if self.q_scale is None else self.q_scale) * (
-            1.0 if self.k_scale is None else self.k_scale
-        )
+
+# Drawn scales: all exact in float32, so that a scale in a tensor is the same scale.
+SCALES = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
+
+
+def with_scales(pipeline: Pipeline, call) -> Pipeline:
+    """Returns the pipeline with a call's q_scale, k_scale and v_scale folded in."""
+    q, k, v = (1.0 if s is None else s for s in (call.q_scale, call.k_scale, call.v_scale))
+    return dataclasses.replace(pipeline, sm_scale=pipeline.sm_scale * (q * k), out_scale=v)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,10 +341,8 @@ def _looked_at(case: Case, entry: Entry) -> list[Also]:
 
 
 def _random_call(rng: random.Random, case: Case, entry: Entry) -> Call:
-    # All exact in float32, so that a scale in a tensor is the same scale.
-    scales = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
-    q_scale, k_scale = rng.choice(scales), rng.choice(scales)
-    v_scale = rng.choice([*scales, 0.0])
+    q_scale, k_scale = rng.choice(SCALES), rng.choice(SCALES)
+    v_scale = rng.choice([*SCALES, 0.0])
     out, lse = (rng.choice([Brought.ABSENT, *Brought]) for _ in range(2))
     splits = case.is_invariant
     scratch = rng.choice([Scratch.WHOLE, *Scratch])

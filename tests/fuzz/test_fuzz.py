@@ -2,9 +2,11 @@
 library and the fuzzer, and the printed commands find it again, and nothing once it is gone."""
 
 import functools
+import itertools
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -14,16 +16,29 @@ import torch
 from preflash.testing import runner
 
 from . import calls, command, problems, wrapper_trial
-from .printed import commands, out_of
 from .random_cases import Limits
 
 HONEST_PLAN, HONEST_RUN = runner.plan, runner.run
 
 
+def commands(printed: str) -> list[list[str]]:
+    """Returns the arguments of every command that the fuzzer printed."""
+    lines = re.findall(r"^(?:FAILED|smaller:) python tests/fuzz (.*)$", printed, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def out_of(returned) -> torch.Tensor:
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
 def own_rows(inputs) -> tuple[int, int]:
-    """The first token of the requests and their number; others are padding."""
+    """Returns the first token of the requests and their number; others are padding."""
     begin, end = inputs.qo_indptr[[0, -1]].tolist()
     return begin, end - begin
+
+
+def last_row_of(returned, inputs) -> torch.Tensor:
+    return out_of(returned).narrow(0, *own_rows(inputs))[-1:]
 
 
 def flip_last_bit(returned, inputs, options) -> None:
@@ -35,95 +50,79 @@ def flip_last_bit(returned, inputs, options) -> None:
             lse.view(torch.int32)[tuple(place)] ^= 1
 
 
-def wrong_number(wrapper, inputs, **options):
-    returned = HONEST_RUN(wrapper, inputs, **options)
-    last = out_of(returned).narrow(0, *own_rows(inputs))[-1:, -1:, -1:]
-    last.copy_(last.float() + 0.25)  # 8-bit numbers cannot be added
-    return returned
+# --- faults of run() and plan() of the wrappers -------------------------------------
 
 
-def leaked_nan(wrapper, inputs, **options):
-    """Leaks NaN as if a page's unused slots were multiplied by a weight of zero."""
-    returned = HONEST_RUN(wrapper, inputs, **options)
-    if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
-        last = out_of(returned).narrow(0, *own_rows(inputs))[-1:]
-        last.copy_(last.float() + 0.0 * inputs.k.float().min())
-    return returned
-
-
-# Options are dropped where they are right: what must be refused still is, so that it is the numbers
-# that show the fault.
-
-
-def without_sinks(wrapper, inputs, **options):
-    return HONEST_RUN(wrapper, inputs, **{"sinks": None, **options})
-
-
-def without_factors_of_heads(name):
-    """Right only where they are absent or wrong."""
+def after_run(spoil):
+    """Makes a fault of run() that spoils what an honest one has returned."""
 
     def run(wrapper, inputs, **options):
-        if name not in options and inputs.case.head_scales:
-            options[name] = None
-        return HONEST_RUN(wrapper, inputs, **options)
+        returned = HONEST_RUN(wrapper, inputs, **options)
+        spoil(returned, inputs, options)
+        return returned
 
-    run.__name__ = f"without_{name}"
     return run
 
 
-def without_v_scale(wrapper, inputs, **options):
-    scale = options.get("v_scale")
-    return HONEST_RUN(wrapper, inputs, **{**options, "v_scale": scale if scale == "loud" else None})
+def with_option(name, change):
+    """Makes a fault of run() that takes another value of an option."""
+
+    def run(wrapper, inputs, **options):
+        if name in options:
+            options[name] = change(options[name])
+        return HONEST_RUN(wrapper, inputs, **options)
+
+    return run
 
 
-def without_lse_base(wrapper, inputs, **options):
-    base = options.get("lse_base", "log2")
-    return HONEST_RUN(wrapper, inputs, **{**options, "lse_base": "log2" if base == "ln" else base})
+def without_operand(name):
+    """Makes a fault of run() that drops a tensor, but not one that has to be refused."""
+    return lambda wrapper, inputs, **options: HONEST_RUN(wrapper, inputs, **{name: None, **options})
 
 
-def without_window_of_run(wrapper, inputs, **options):
-    window = options.get("window_left", -1)
-    return HONEST_RUN(wrapper, inputs, **{**options, "window_left": min(window, -1)})
+def wrong_number(returned, inputs, options):
+    last = last_row_of(returned, inputs)[:, -1:, -1:]
+    last.copy_(last.float() + 0.25)  # 8-bit numbers cannot be added
 
 
-def another_bit_every_time(wrapper, inputs, **options):
-    returned = HONEST_RUN(wrapper, inputs, **options)
-    another_bit_every_time.calls += 1
-    if another_bit_every_time.calls % 2:
+def leaked_nan(returned, inputs, options):
+    """Leaks NaN as if a page's unused slots were multiplied by a weight of zero."""
+    if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
+        last = last_row_of(returned, inputs)
+        last.copy_(last.float() + 0.0 * inputs.k.float().min())
+
+
+RUNS = itertools.count()
+
+
+def another_bit_every_time(returned, inputs, options):
+    if next(RUNS) % 2 == 0:
         flip_last_bit(returned, inputs, options)
-    return returned
 
 
-another_bit_every_time.calls = 0
-
-
-def bits_by_company(wrapper, inputs, **options):
-    returned = HONEST_RUN(wrapper, inputs, **options)
+def bits_by_company(returned, inputs, options):
     if inputs.case.batch_size > 1:
         flip_last_bit(returned, inputs, options)
-    return returned
 
 
-def contagion(wrapper, inputs, **options):
-    returned = HONEST_RUN(wrapper, inputs, **options)
+def contagion(returned, inputs, options):
     if bool(inputs.q.narrow(0, *own_rows(inputs)).isnan().any()):
         out_of(returned).fill_(torch.nan)
-    return returned
 
 
-def spill(wrapper, inputs, **options):
-    returned = HONEST_RUN(wrapper, inputs, **options)
+def spill(returned, inputs, options):
     if options.get("out") is not None and options["out"]._base is not None:
         options["out"]._base[-1] = 0
-    return returned
 
 
-def written_padding(wrapper, inputs, **options):
-    """The first row of q is nobody's if it is garbage."""
-    returned = HONEST_RUN(wrapper, inputs, **options)
+def written_padding(returned, inputs, options):
+    """Writes the first row of q's, which is nobody's if it is garbage."""
     if bool(inputs.q[:1].isnan().any()):
         out_of(returned)[:1] = 0
-    return returned
+
+
+def written_input(returned, inputs, options):
+    inputs.k.untyped_storage()[0] ^= 1
 
 
 def workspace_spill(wrapper, inputs, **options):
@@ -131,16 +130,9 @@ def workspace_spill(wrapper, inputs, **options):
     return HONEST_RUN(wrapper, inputs, **options)
 
 
-def written_input(wrapper, inputs, **options):
-    returned = HONEST_RUN(wrapper, inputs, **options)
-    inputs.k.untyped_storage()[0] ^= 1
-    return returned
-
-
 def refused_nothing(wrapper, inputs, **options):
     if options.get("lse_layout") == "NHD":
-        options["lse_layout"] = "NH"
-        options["lse"] = None
+        options |= {"lse_layout": "NH", "lse": None}
     return HONEST_RUN(wrapper, inputs, **options)
 
 
@@ -148,33 +140,40 @@ def raising(wrapper, inputs, **options):
     raise RuntimeError("launch refused")
 
 
+# Options are dropped where they are right: what must be refused still is, so that it is the numbers
+# that show the fault.
 RUN_FAULTS = {
-    wrong_number: "outside their bound",
-    leaked_nan: "wrong kind",
-    without_sinks: "lse:|out:",
-    without_v_scale: "out:",
-    without_factors_of_heads("scale_q"): "out:|lse:",
-    without_factors_of_heads("scale_k"): "out:|lse:",
-    without_factors_of_heads("scale_v"): "out:",
-    without_lse_base: "lse:",
-    without_window_of_run: "out:|lse:",
-    another_bit_every_time: "other bits",
-    bits_by_company: "without the rest of its batch",
-    contagion: "has other bits with garbage in request",
-    spill: "out: .* elements around it were written",
-    written_padding: "out: .* elements around it were written",
-    workspace_spill: "around the workspace",
-    written_input: "k, an input, was written",
-    refused_nothing: "'NHD' was accepted",
-    raising: "RuntimeError: launch refused",
+    "wrong number": (after_run(wrong_number), "outside their bound"),
+    "leaked nan": (after_run(leaked_nan), "wrong kind"),
+    "no sinks": (without_operand("sinks"), "lse:|out:"),
+    "no scale_q": (without_operand("scale_q"), "out:|lse:"),
+    "no scale_k": (without_operand("scale_k"), "out:|lse:"),
+    "no scale_v": (without_operand("scale_v"), "out:"),
+    "no v_scale": (with_option("v_scale", lambda x: x if x == "loud" else None), "out:"),
+    "no lse_base": (with_option("lse_base", lambda x: "log2" if x == "ln" else x), "lse:"),
+    "no window of run": (with_option("window_left", lambda x: min(x, -1)), "out:|lse:"),
+    "another bit every time": (after_run(another_bit_every_time), "other bits"),
+    "bits by company": (after_run(bits_by_company), "without the rest of its batch"),
+    "contagion": (after_run(contagion), "has other bits with garbage in request"),
+    "spill": (after_run(spill), "out: .* elements around it were written"),
+    "written padding": (after_run(written_padding), "out: .* elements around it were written"),
+    "written input": (after_run(written_input), "k, an input, was written"),
+    "workspace spill": (workspace_spill, "around the workspace"),
+    "refused nothing": (refused_nothing, "'NHD' was accepted"),
+    "raising": (raising, "RuntimeError: launch refused"),
 }
-
-
-def without_option(name, neutral):
-    def plan(wrapper, inputs, **overrides):
-        HONEST_PLAN(wrapper, inputs, **{name: neutral, **overrides})
-
-    return plan
+# Options of plan(), and the values that leave them out.
+PLAN_OPTIONS = {
+    "causal": False,
+    "window_left": -1,
+    "logits_soft_cap": None,
+    "pos_encoding_mode": "NONE",
+    "rope_scale": None,
+    "rope_theta": None,
+    "sm_scale": None,
+    "custom_mask": None,
+    "packed_custom_mask": None,
+}
 
 
 def planned_once(wrapper, inputs, **overrides):
@@ -182,23 +181,10 @@ def planned_once(wrapper, inputs, **overrides):
         HONEST_PLAN(wrapper, inputs, **overrides)
 
 
-PLAN_FAULTS = {
-    "causal": without_option("causal", False),
-    "window_left": without_option("window_left", -1),
-    "logits_soft_cap": without_option("logits_soft_cap", None),
-    "pos_encoding_mode": without_option("pos_encoding_mode", "NONE"),
-    "rope_scale": without_option("rope_scale", None),
-    "rope_theta": without_option("rope_theta", None),
-    "sm_scale": without_option("sm_scale", None),
-    "custom_mask": without_option("custom_mask", None),
-    "packed_custom_mask": without_option("packed_custom_mask", None),
-    "stale": planned_once,
-}
-
-
 @pytest.fixture
 def finds_again(monkeypatch, capsys):
-    """The fault is found, the printed commands find it again, and do not without it."""
+    """Returns a function that finds a fault, and again with the printed commands, which find
+    nothing without it."""
 
     def find(faults, message, *call, fuzz=250, seed="3", work=3e6) -> list[list[str]]:
         monkeypatch.setattr(command, "_MOST_FAILURES", 1)
@@ -226,18 +212,27 @@ def finds_again(monkeypatch, capsys):
     return find
 
 
-@pytest.mark.parametrize("fault", RUN_FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_of_run_is_found(finds_again, fault):
-    finds_again([(runner, "run", fault)], RUN_FAULTS[fault])
+@pytest.mark.parametrize("name", RUN_FAULTS)
+def test_a_fault_of_run_is_found(finds_again, name):
+    fault, message = RUN_FAULTS[name]
+    finds_again([(runner, "run", fault)], message)
 
 
-@pytest.mark.parametrize("option", PLAN_FAULTS)
-def test_a_fault_of_plan_is_found(finds_again, option):
-    finds_again([(runner, "plan", PLAN_FAULTS[option])], "out:|lse:")
+@pytest.mark.parametrize("option", PLAN_OPTIONS)
+def test_an_option_that_plan_drops_is_found(finds_again, option):
+    def plan(wrapper, inputs, **overrides):
+        HONEST_PLAN(wrapper, inputs, **{option: PLAN_OPTIONS[option], **overrides})
+
+    finds_again([(runner, "plan", plan)], "out:|lse:")
+
+
+def test_a_plan_that_stays_is_found(finds_again):
+    finds_again([(runner, "plan", planned_once)], "out:|lse:")
 
 
 def test_a_wrong_number_is_shrunk(finds_again):
-    _, smaller = finds_again([(runner, "run", wrong_number)], "outside their bound")
+    fault = after_run(wrong_number)
+    _, smaller = finds_again([(runner, "run", fault)], "outside their bound")
     problem = problems.parse(smaller[-1])
     assert problem.case.qo_lens == (1,)
     assert problem.case.num_qo_heads == 1
@@ -245,8 +240,13 @@ def test_a_wrong_number_is_shrunk(finds_again):
     assert len(problem.text) < 100
 
 
+# --- faults of the functions and wrappers of `--call` -------------------------------
+
 FMHA, CUDNN = "trtllm_fmha_v2_prefill", "cudnn_batch_prefill_with_kv_cache"
 APPEND = "append_paged_kv_cache"
+HONEST_FMHA = preflash.prefill.trtllm_fmha_v2_prefill
+HONEST_CUDNN = preflash.prefill.cudnn_batch_prefill_with_kv_cache
+HONEST_APPEND = preflash.page.append_paged_kv_cache
 
 
 def scaled(out: torch.Tensor) -> torch.Tensor:
@@ -254,38 +254,25 @@ def scaled(out: torch.Tensor) -> torch.Tensor:
 
 
 def halved_fmha(**arguments):
-    result = preflash.prefill.trtllm_fmha_v2_prefill(**arguments)
+    result = HONEST_FMHA(**arguments)
     return (scaled(result[0]), result[1]) if isinstance(result, tuple) else scaled(result)
 
 
-HONEST_CUDNN = preflash.prefill.cudnn_batch_prefill_with_kv_cache
+def cudnn(change_lse=lambda lse: lse, change_out=lambda out: out, **changed):
+    """Makes a fault of cudnn_batch_prefill_with_kv_cache: other arguments or results."""
 
+    def fault(**arguments):
+        out, lse = HONEST_CUDNN(**{**arguments, **changed})
+        return change_out(out), None if lse is None else change_lse(lse)
 
-def halved_cudnn(**arguments):
-    out, lse = HONEST_CUDNN(**arguments)
-    return scaled(out), lse
-
-
-def with_argument(name, value):
-    return lambda **arguments: HONEST_CUDNN(**{**arguments, name: value})
+    return fault
 
 
 def last_row(**arguments):
-    given = arguments["out"]
-    out, lse = HONEST_CUDNN(**arguments)
-    if given is not None:
-        given[-1:] = 0.0
-    return out, lse
-
-
-def padded_with_zeros(**arguments):
-    out, lse = HONEST_CUDNN(**arguments)
-    return out, None if lse is None else lse.masked_fill_(lse == -torch.inf, 0.0)
-
-
-def other_lse(**arguments):
-    out, lse = HONEST_CUDNN(**arguments)
-    return out, None if lse is None else lse.clone()
+    returned = HONEST_CUDNN(**arguments)
+    if arguments["out"] is not None:
+        arguments["out"][-1:] = 0.0
+    return returned
 
 
 def without(name, neutral):
@@ -304,8 +291,7 @@ def halved_decode(honest, *args, **options):
 
 
 def sides_changed(honest, *args, **options):
-    prefill, decode = honest(*args, **options)
-    return decode, prefill
+    return honest(*args, **options)[::-1]
 
 
 def written_queries(honest, *args, **options):
@@ -315,7 +301,7 @@ def written_queries(honest, *args, **options):
 
 
 def written_padding_of_decode(honest, *args, **options):
-    """The last row of q is nobody's if it is garbage."""
+    """Writes the last row of q's, which is nobody's if it is garbage."""
     returned = honest(*args, **options)
     if bool(args[-2][-1:].isnan().any()):
         out_of(returned[1])[-1:] = 0
@@ -323,7 +309,7 @@ def written_padding_of_decode(honest, *args, **options):
 
 
 def of_pod(fault):
-    """The fault in either wrapper's run()."""
+    """Puts the fault into either wrapper's run()."""
     for name in ("PODWithPagedKVCacheWrapper", "BatchPODWithPagedKVCacheWrapper"):
         made = getattr(preflash, name)
 
@@ -334,14 +320,11 @@ def of_pod(fault):
 
 
 def of_decode(name):
-    """The option dropped by the decode wrapper."""
+    """Drops an option of the decode wrapper."""
     made = preflash.BatchDecodeWithPagedKVCacheWrapper
     method = "run" if name in ("sinks", "k_scale") else "plan"
     honest, neutral = getattr(made, method), {name: -1 if name == "window_left" else None}
     return [(made, method, lambda self, *args, **options: honest(self, *args, **options | neutral))]
-
-
-HONEST_APPEND = preflash.page.append_paged_kv_cache
 
 
 def spilled(key, value, owners, positions, cache, **table):
@@ -351,8 +334,7 @@ def spilled(key, value, owners, positions, cache, **table):
 
 
 def without_last(key, value, owners, positions, cache, **table):
-    owners = owners.clone()
-    owners[owners >= 0] = torch.where(owners == owners.max(), -1, owners)[owners >= 0]
+    owners = torch.where((owners >= 0) & (owners == owners.max()), -1, owners)
     HONEST_APPEND(key, value, owners, positions, cache, **table)
 
 
@@ -361,22 +343,22 @@ CALL_FAULTS = [
     *(
         (CUDNN, [(preflash, CUDNN, fault)], message)
         for fault, message in (
-            (halved_cudnn, "outside their bound"),
-            (with_argument("lse_base", "ln"), "lse: .* outside"),
-            (with_argument("causal", False), "out: .* outside"),
-            (with_argument("k_scale", None), "outside their bound"),
+            (cudnn(change_out=scaled), "outside their bound"),
+            (cudnn(lse_base="ln"), "lse: .* outside"),
+            (cudnn(causal=False), "out: .* outside"),
+            (cudnn(k_scale=None), "outside their bound"),
             (last_row, "rows that no request has are written"),
-            (padded_with_zeros, "are not -inf"),
-            (other_lse, "lse is not the tensor that was given"),
+            (cudnn(lambda lse: lse.masked_fill_(lse == -torch.inf, 0.0)), "are not -inf"),
+            (cudnn(torch.clone), "lse is not the tensor that was given"),
         )
     ),
     *(
         ("pod", [*of_pod(fault)], message)
         for fault, message in (
-            (without("causal_p", False), "prefill: (out|lse):"),
-            (without("custom_mask_p", None), "prefill: (out|lse):"),
-            (without("packed_custom_mask_p", None), "prefill: (out|lse):"),
-            (without("sm_scale_p", None), "prefill: (out|lse):"),
+            *(
+                (without(f"{name}_p", PLAN_OPTIONS[name]), "prefill: (out|lse):")
+                for name in ("causal", "custom_mask", "packed_custom_mask", "sm_scale")
+            ),
             (without("window_left_p", -1), "prefill: (out|lse):"),
             (without("k_scale", None), "decode: (out|lse):"),
             (without("v_scale", None), "decode: out:"),
@@ -415,11 +397,12 @@ def test_a_fault_of_a_call_is_found(finds_again, call, faults, message):
 @pytest.mark.parametrize(
     ("call", "count", "seed"),
     [
-        *((call, 5, "8:40") for call in (None, FMHA)),
-        *(
-            (call, count, "21")
-            for call, count in ((CUDNN, 80), ("pod", 50), (APPEND, 60), ("decode", 80))
-        ),
+        (None, 5, "8:40"),
+        (FMHA, 5, "8:40"),
+        (CUDNN, 80, "21"),
+        ("pod", 50, "21"),
+        (APPEND, 60, "21"),
+        ("decode", 80, "21"),
     ],
 )
 def test_problems_that_pass(monkeypatch, capsys, call, count, seed):

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import prepass_policy
@@ -21,13 +21,13 @@ from preflash import _core
 from preflash.testing import runner
 from preflash.testing.case import Case, MaskKind
 from preflash.testing.inputs import Inputs, build
-from preflash.testing.oracle import Expected, reference
+from preflash.testing.oracle import reference
 
 from . import guarded, refusals
 from .altered_inputs import lone, part, spoil, surrounded, with_bounds
-from .guarded import Guarded, Padding, Untouched
+from .guarded import Guarded, Padding, around_workspace, untouched_inputs
 from .outputs import GivenOutputs, Result
-from .problems import Also, Call, Entry, Problem, Scratch
+from .problems import Also, Call, Entry, Problem, Scratch, with_scales
 
 _MOST_ALONE = 4  # requests of a batch that are computed again
 
@@ -41,25 +41,23 @@ class Verdict:
     worst: float = 0.0  # the largest error as a part of what is allowed
 
 
-def examine(problem: Problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
-    """Computes the problem."""
-    with prepass_policy.forced(problem.call.copies.value):
-        return verdict_of(lambda: examine_with(Trial, problem, backend, device), backend)
+def judged(compute: Callable[..., Verdict]) -> Callable[..., Verdict]:
+    """Makes examine(problem, backend=, device=) of a function that computes a problem. An exception
+    of a broken backend is a failure like any other."""
 
+    def examine(problem, *, backend: str, device: torch.device | str = "cpu", **options) -> Verdict:
+        try:
+            # The problems are small: torch's own threads would cost more than they bring.
+            with _threads(1):
+                return compute(problem, backend, torch.device(device), **options)
+        except Exception as error:
+            # The CPU backend is always built whole.
+            missing = isinstance(error, NotImplementedError) and "compiled" in str(error)
+            if backend != "cpu" and missing:
+                return Verdict(not_compiled=str(error))
+            return Verdict([f"{type(error).__name__}: {error}"])
 
-def verdict_of(compute: Callable[[], Verdict], backend: str) -> Verdict:
-    """Returns compute()'s verdict. An exception of a broken backend is a failure like any other."""
-    try:
-        # The problems are small: torch's own threads would cost more than they bring.
-        with _threads(1):
-            return compute()
-    except NotImplementedError as error:
-        # The CPU backend is always built whole.
-        if backend != "cpu" and "compiled" in str(error):
-            return Verdict(not_compiled=str(error))
-        return Verdict([f"{type(error).__name__}: {error}"])
-    except Exception as error:
-        return Verdict([f"{type(error).__name__}: {error}"])
+    return examine
 
 
 @contextlib.contextmanager
@@ -72,55 +70,38 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@judged
+def examine(problem: Problem, backend: str, device: torch.device) -> Verdict:
+    """Computes the problem."""
+    with prepass_policy.forced(problem.call.copies.value):
+        return examine_with(Trial, problem, backend, device)
+
+
 def examine_with(
     make: Callable[[Problem, Inputs, str], Trial],
     problem: Problem,
     backend: str,
-    device: torch.device | str,
+    device: torch.device,
 ) -> Verdict:
-    """The same by a trial of another function, which raises what it raises."""
+    """Computes the problem by a trial of any function."""
     call = problem.call
     inputs = _build(problem, device)
-    untouched = Untouched(
-        {
-            "q": inputs.q,
-            "k": inputs.k,
-            "v": inputs.v,
-            "sinks": inputs.sinks,
-            "scale_q": inputs.scales.q,
-            "scale_k": inputs.scales.k,
-            "scale_v": inputs.scales.v,
-        }
-    )
+    untouched = untouched_inputs(inputs)
     trial = make(problem, inputs, backend)
     result = trial.run()
-    report = runner.compare(
-        inputs, result.out, result.lse, expected(problem, inputs), lse_base=call.lse_base
-    )
-    failures = [*report.failures, *result.failures]
-    failures += _LOOK[problem.also](trial, result)
-    if trial.workspace is not None and (spilled := trial.workspace.spilled()):
-        failures.append(f"{spilled} bytes around the workspace were written")
-    failures += [f"{name}, an input, was written" for name in untouched.changed()]
-    return Verdict(failures, worst=report.worst)
+    expected = reference(inputs, pipeline=with_scales(inputs.pipeline, call))
+    report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
+    failures = [*report.failures, *result.failures, *_LOOK[problem.also](trial, result)]
+    if trial.workspace is not None:
+        failures += around_workspace(trial.workspace)
+    return Verdict(failures + untouched.changed(), worst=report.worst)
 
 
-def _build(problem: Problem, device: torch.device | str) -> Inputs:
+def _build(problem: Problem, device: torch.device) -> Inputs:
     index_device = device if problem.call.index_on_device else "cpu"
     inputs = build(problem.case, device=device, index_device=index_device, seed=problem.seed)
     add_garbage(inputs)
     return inputs
-
-
-def expected(problem: Problem, inputs: Inputs) -> Expected:
-    """The oracle's answer, with the scales of the call folded in."""
-    call = problem.call
-    pipeline = dataclasses.replace(
-        inputs.pipeline,
-        sm_scale=inputs.pipeline.sm_scale * call.logits_factor,
-        out_scale=1.0 if call.v_scale is None else call.v_scale,
-    )
-    return reference(inputs, pipeline=pipeline)
 
 
 def add_garbage(inputs: Inputs) -> None:
@@ -166,6 +147,24 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
     return with_bounds(given) if call.bounds and inputs.case.paged else given
 
 
+SCALE_NAMES = ("q_scale", "k_scale", "v_scale")
+
+
+def scale_arguments(
+    call,
+    device: torch.device,
+    names: Sequence[str] = SCALE_NAMES,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, float | torch.Tensor | None]:
+    """Returns a call's scales, as tensors where the call says so."""
+    found = {name: getattr(call, name) for name in names}
+    if call.scales_in_tensors:
+        for name, value in found.items():
+            if value is not None:
+                found[name] = torch.tensor([value], dtype=dtype, device=device)
+    return found
+
+
 # --- one problem in one wrapper -------------------------------------------------
 
 
@@ -199,7 +198,13 @@ class Trial:
         if self.problem.call.bounds:
             lens = torch.tensor(self.inputs.case.kv_lens, dtype=torch.int32, device=device)
             overrides |= {"seq_lens": lens, "lengths_are_upper_bounds": True}
+        self._plan_with(overrides)
+
+    def _plan_with(self, overrides: dict[str, object]) -> None:
         runner.plan(self.wrapper, self.given, **overrides)
+
+    def _plan_arguments(self) -> tuple[Sequence, dict[str, object]]:
+        return runner.plan_arguments(self.given)
 
     def _wrapper(self, buffer: torch.Tensor):
         graph = wrapper_options.graph_options(self.given) if self.problem.call.graph else {}
@@ -229,15 +234,11 @@ class Trial:
     def _workspace_bytes(self) -> int:
         """Enough for the options of plan() and for those of the later call."""
         probe = self._wrapper(runner.workspace(self.inputs.q.device, 0))
-        positional, options = runner.plan_arguments(self.given)
-        overrides = self._plan_overrides()
-        needs = [probe.workspace_size(*positional, **options)[0]]
-        if overrides:
-            needs.append(probe.workspace_size(*positional, **{**options, **overrides})[0])
+        positional, options = self._plan_arguments()
+        plans = [{}, self._plan_overrides()]
         if self.problem.also is Also.REPLAN:
-            other = self._something_else()
-            needs.append(probe.workspace_size(*positional, **{**options, **other})[0])
-        return max(needs)
+            plans.append(self._something_else())
+        return max(probe.workspace_size(*positional, **{**options, **one})[0] for one in plans)
 
     def _something_else(self) -> dict[str, object]:
         """Other options of plan()."""
@@ -291,9 +292,7 @@ class Trial:
             "return_lse": call.return_lse,
             "lse_base": call.lse_base,
             "lse_layout": call.lse_layout,
-            "q_scale": self._scale(call.q_scale),
-            "k_scale": self._scale(call.k_scale),
-            "v_scale": self._scale(call.v_scale),
+            **self._scales(*SCALE_NAMES),
         }
         if call.window_at_run:
             options["window_left"] = inputs.case.window_left
@@ -318,14 +317,11 @@ class Trial:
             sm_scale=case.sm_scale,
             rope_scale=case.rope_scale,
             rope_theta=case.rope_theta,
-            k_scale=self._scale(call.k_scale),
-            v_scale=self._scale(call.v_scale),
+            **self._scales("k_scale", "v_scale"),
         )
 
-    def _scale(self, value: float | None) -> float | torch.Tensor | None:
-        if value is None or not self.problem.call.scales_in_tensors:
-            return value
-        return torch.tensor([value], dtype=torch.float32, device=self.inputs.q.device)
+    def _scales(self, *names: str) -> dict[str, float | torch.Tensor | None]:
+        return scale_arguments(self.problem.call, self.inputs.q.device, names)
 
 
 # --- what is looked at beside the numbers ----------------------------------------

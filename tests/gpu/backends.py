@@ -1,5 +1,6 @@
-"""GPU tests run on every GPU backend."""
+"""GPU tests run on every GPU backend, in streams and graphs of their own."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ on_every_backend = pytest.mark.parametrize("backend", GPU_BACKENDS)
 
 
 def backends_and_cases(cases: Iterable[Case]) -> list:
-    """Values of ("backend", "case"): each case on each backend."""
+    """Returns values of ("backend", "case"): each case on each backend."""
     return [
         pytest.param(backend, case, id=f"{backend}-{case.id}")
         for case in cases
@@ -29,8 +30,23 @@ def planned(case: Case, backend: str, **overrides) -> tuple:
     return runner.planned(inputs, backend=backend, **overrides), inputs
 
 
+def check_run(wrapper, inputs: Inputs, expected=None, **options) -> tuple:
+    """Compares a run of a planned wrapper with the oracle; returns (out, lse)."""
+    result = runner.run(wrapper, inputs, **options)
+    runner.compare(inputs, *result, expected).check()
+    return result
+
+
+def assert_twenty_runs_are_equal(wrapper, inputs: Inputs) -> tuple:
+    """The first of twenty runs of a planned wrapper is right, and the others equal it."""
+    first = check_run(wrapper, inputs)
+    for _ in range(19):
+        assert all(map(torch.equal, runner.run(wrapper, inputs), first))
+    return first
+
+
 def poisoned(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """Outputs of run() that are full of NaN."""
+    """Returns outputs for run() that are full of NaN."""
     case, shape = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
     return {
         "out": poison((*shape, case.dim_vo), case.dtype_o, "cuda"),
@@ -44,6 +60,35 @@ def captured(run: Callable, stream: torch.cuda.Stream | None = None) -> tuple:
     with torch.cuda.graph(graph, stream=stream):
         result = run()
     return graph, result
+
+
+@contextlib.contextmanager
+def no_waits():
+    """Makes torch raise where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def sleep(milliseconds: int = 50) -> None:
+    """Occupies the current stream for about that time: a plan takes long where other tests share
+    the machine."""
+    torch.cuda._sleep(milliseconds * 2_000_000)
+
+
+def overwrite_freed_memory(*sizes: int) -> list[torch.Tensor]:
+    """Takes whatever the allocator has freed for the current stream, and fills it."""
+    taken = [
+        torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        for size in sizes or (512, 4096, 64 * 1024)
+        for _ in range(32)
+    ]
+    for tensor in taken:
+        tensor.fill_(255)
+    return taken
 
 
 def passes(program: str, backend: str) -> None:

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from backends import backends_and_cases, on_every_backend
+from backends import backends_and_cases, on_every_backend, planned
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 
 pytestmark = pytest.mark.gpu
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
-QO_LENS, KV_LENS = (300, 1, 129, 65, 70), (3000, 900, 1290, 2222, 64)
+LENS = (300, 1, 129, 65, 70), (3000, 900, 1290, 2222, 64)
 DIMS = ((64, None), (128, None), (192, 128), (256, None), (120, 72))
 HEADS = ((16, 16), (8, 2), (6, 3), (16, 1), (20, 1), (64, 8), (1, 1), (5, 5))
 MASKS = ((MaskKind.NONE, -1), (MaskKind.CAUSAL, -1), (MaskKind.CAUSAL, 700), (MaskKind.NONE, 1500))
@@ -25,36 +25,14 @@ def long_requests():
     turn_of_dim = itertools.cycle(DIMS)
     for (num_qo_heads, num_kv_heads), (mask, window_left) in itertools.product(HEADS, MASKS):
         page_size, split, dtype, sinks = next(turns)
-        dim, dim_vo = next(turn_of_dim)
-        yield Case(
-            "long",
-            QO_LENS,
-            KV_LENS,
-            num_qo_heads,
-            num_kv_heads,
-            dim,
-            dim_vo,
-            dtype,
-            page_size,
-            mask=mask,
-            window_left=window_left,
-            fixed_split_size=split,
-            position=Position.ALIBI,
-            sinks=sinks,
-        )
+        sizes = (num_qo_heads, num_kv_heads, *next(turn_of_dim), dtype, page_size)
+        how = {"mask": mask, "window_left": window_left, "fixed_split_size": split}
+        yield Case("long", *LENS, *sizes, **how, position=Position.ALIBI, sinks=sinks)
 
 
 @pytest.mark.parametrize(("backend", "case"), backends_and_cases(long_requests()))
 def test_long_requests(backend, case):
     runner.check(build(case, device="cuda"), backend=backend)
-
-
-def raise_keys(inputs, logit, every, rows):
-    """Raises every `every`-th key by `logit` over the others, for one row in `rows`."""
-    inputs.q[..., 0] = 0.0
-    inputs.q[::rows, :, 0] = 8.0
-    inputs.k[..., 0] = 0.0
-    inputs.k[3::every, :, 0] = logit * math.sqrt(inputs.case.head_dim) / 8.0
 
 
 @on_every_backend
@@ -66,7 +44,11 @@ def test_far_keys_that_stand_out(backend, logit, every, rows, mask, dim):
     """A bias of any size loses to a logit above it, in one row of a tile alone, too."""
     case = Case("raised", (300, 65), (3000, 2222), 8, 2, dim, mask=mask, position=Position.ALIBI)
     inputs = build(case, device="cuda")
-    raise_keys(inputs, logit, every, rows)
+    # One row in `rows` raises every `every`-th key by `logit` over the others.
+    inputs.q[..., 0] = 0.0
+    inputs.q[::rows, :, 0] = 8.0
+    inputs.k[..., 0] = 0.0
+    inputs.k[3::every, :, 0] = logit * math.sqrt(dim) / 8.0
     runner.check(inputs, backend=backend)
 
 
@@ -74,9 +56,8 @@ def test_far_keys_that_stand_out(backend, logit, every, rows, mask, dim):
 def test_a_far_key_of_nan_is_no_weightless_one(backend):
     """A NaN key that a row keeps reaches it: a comparison that NaN fails would skip its tile."""
     case = Case("nan", (130,), (4000,), 2, 2, 128, mask=MaskKind.CAUSAL, position=Position.ALIBI)
-    inputs = build(case, device="cuda")
+    wrapper, inputs = planned(case, backend)
     inputs.k[100, 0] = math.nan
-    wrapper = runner.planned(inputs, backend=backend)
     out, lse = runner.run(wrapper, inputs)
     assert out[:, 0].isnan().all()
     assert lse[:, 0].isnan().all()

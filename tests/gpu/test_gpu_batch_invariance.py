@@ -10,7 +10,7 @@ import torch
 from backends import on_every_backend
 from fuzz import problems, wrapper_trial
 from fuzz.problems import Also, Call, Copies, Problem
-from preflash.testing import Case, MaskKind
+from preflash.testing import Case, MaskKind, runner
 from preflash.testing.case import Position
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,11 @@ OPTIONS = {
 HEAD_DIMS = ((64, None), (128, None), (192, 128), (256, None), (512, None), (80, None))
 SPLITS = ({"fixed_split_size": 64}, {"disable_split_kv": True})
 # Short requests alone take short tiles; beside a long one they take its tall ones.
-LENGTHS = (((9, 2, 14), (128, 130, 0)), ((3, 150, 1, 20), (300, 333, 70, 257)))
+LENGTHS = {
+    "short": ((9, 2, 14), (128, 130, 0)),
+    "mixed": ((3, 150, 1, 20), (300, 333, 70, 257)),
+    "long": ((1, 300, 7, 16, 0), (2000, 700, 333, 16, 50)),
+}
 
 # Seen to differ: keys that fa2 rotates in tiles of 256 and of 128 threads.
 SEEN = (
@@ -41,6 +45,13 @@ SEEN = (
 )
 
 
+def drawn(rng, lengths, dims, page_size, options) -> Case:
+    heads = rng.choice([(14, 2), (4, 2), (3, 3)])
+    dtype = rng.choice([torch.float16, torch.bfloat16])
+    options = {"mask": MaskKind.CAUSAL, "page_size": page_size} | options
+    return Case("invariance", *lengths, *heads, *dims, dtype, **options)
+
+
 def check(problem, backend):
     verdict = wrapper_trial.examine(problem, backend=backend, device="cuda")
     if verdict.not_compiled:
@@ -48,23 +59,15 @@ def check(problem, backend):
     assert verdict.failures == []
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=["short", "mixed"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 @on_every_backend
 def test_requests_have_the_bits_that_they_have_alone(backend, options, dims, lengths):
     rng = random.Random(f"{options} {dims} {lengths}")
     for split, copies in itertools.product(SPLITS, (Copies.AUTO, Copies.NEVER)):
-        case = Case(
-            "invariance",
-            *lengths,
-            *rng.choice([(14, 2), (4, 2), (3, 3)]),
-            dims[0],
-            head_dim_vo=dims[1],
-            page_size=rng.choice([0, 1, 16]),
-            dtype=rng.choice([torch.float16, torch.bfloat16]),
-            **{"mask": MaskKind.CAUSAL} | OPTIONS[options] | split,
-        )
+        page_size = rng.choice([0, 1, 16])
+        case = drawn(rng, lengths, dims, page_size, OPTIONS[options] | split)
         check(Problem(case, Call(copies=copies), Also.ALONE, rng.randrange(2**31)), backend)
 
 
@@ -74,19 +77,9 @@ def test_requests_have_the_bits_that_they_have_alone(backend, options, dims, len
 def test_chunks_and_decode_steps_have_the_bits_of_the_prefill(backend, options, dims):
     """With few keys no rounding to 16 bits hides another order of adding up."""
     rng = random.Random(f"{options} {dims}")
+    lengths, call = ((13, 21, 6), (13, 70, 6)), Call(copies=Copies.NEVER)
     for split, page_size in itertools.product(SPLITS, (0, 1, 16, 48)):
-        case = Case(
-            "invariance",
-            (13, 21, 6),
-            (13, 70, 6),
-            *rng.choice([(14, 2), (4, 2), (3, 3)]),
-            dims[0],
-            head_dim_vo=dims[1],
-            page_size=page_size,
-            dtype=rng.choice([torch.float16, torch.bfloat16]),
-            **{"mask": MaskKind.CAUSAL} | OPTIONS[options] | split,
-        )
-        call = Call(copies=Copies.NEVER)
+        case = drawn(rng, lengths, dims, page_size, OPTIONS[options] | split)
         check(Problem(case, call, Also.INVARIANT, rng.randrange(2**31)), backend)
 
 
@@ -95,24 +88,19 @@ def test_chunks_and_decode_steps_have_the_bits_of_the_prefill(backend, options, 
 @on_every_backend
 def test_pages_do_not_matter(backend, dims, dtype):
     d, d_vo = dims[0], dims[1] or dims[0]
-    qo_len, heads, kv_heads = 5, 4, 2
     generator = torch.Generator().manual_seed(5)
     for kv_len in (5, 27, 64, 130, 203):
         q, k, v = (
             torch.randn(*shape, generator=generator).to(dtype).cuda()
-            for shape in ((qo_len, heads, d), (kv_len, kv_heads, d), (kv_len, kv_heads, d_vo))
+            for shape in ((5, 4, d), (kv_len, 2, d), (kv_len, 2, d_vo))
         )
-        results = []
-        for page_size in (0, 1, 8, 16, 64, 256):
-            wrapper, run = _planned(backend, q, k, v, page_size)
-            results.append(wrapper.run(q, *run))
-        for result in results[1:]:
-            assert torch.equal(result, results[0]), kv_len
+        ragged, *paged = (computed(backend, q, k, v, size) for size in (0, 1, 8, 16, 64, 256))
+        assert all(torch.equal(out, ragged) for out in paged), kv_len
 
 
-def _planned(backend, q, k, v, page_size):
-    """A wrapper with a batch-invariant plan of one request, and its K and V for run()."""
-    workspace = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+def computed(backend, q, k, v, page_size):
+    """Computes a batch of one request with a batch-invariant plan."""
+    workspace = runner.workspace("cuda", 1 << 20)
     options = {
         "causal": True, "q_data_type": q.dtype, "kv_data_type": k.dtype, "batch_invariant": True,
         "o_data_type": torch.bfloat16 if q.dtype == E4M3 else q.dtype, "head_dim_vo": v.shape[-1],
@@ -124,7 +112,7 @@ def _planned(backend, q, k, v, page_size):
             wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
             kv_indptr = torch.tensor([0, len(k)], dtype=torch.int32)
             wrapper.plan(qo_indptr, kv_indptr, *heads, **options)
-            return wrapper, (k, v)
+            return wrapper.run(q, k, v)
         wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
         count = -(-len(k) // page_size)
         indices = torch.arange(count - 1, -1, -1, dtype=torch.int32)
@@ -137,7 +125,7 @@ def _planned(backend, q, k, v, page_size):
     for rows, x in zip(cache, (k, v), strict=True):
         rows.view(torch.uint8)[: len(x)] = x.view(torch.uint8)
     pages = [rows.view(count, page_size, *rows.shape[1:]).flip(0) for rows in cache]
-    return wrapper, (tuple(pages),)
+    return wrapper.run(q, tuple(pages))
 
 
 @pytest.mark.parametrize("text", SEEN)

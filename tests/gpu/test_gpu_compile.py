@@ -3,7 +3,7 @@
 import preflash
 import pytest
 import torch
-from backends import captured, on_every_backend, planned
+from backends import captured, no_waits, on_every_backend, planned
 from preflash.testing import Case, MaskKind, build, reference, runner
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def _without_graphs_of_other_tests():
 
 
 def padded(t, rows):
-    """The tensor, with rows behind it that nobody owns."""
+    """Appends rows that no request owns."""
     whole = t.new_full((rows, *t.shape[1:]), float("nan"))
     whole[: t.shape[0]] = t
     return whole
@@ -48,9 +48,8 @@ def test_every_plan_counts(backend, mode, page_size):
     wrapper = None
     pool = 4096  # keys or pages, the same for all
     for qo_lens, kv_lens in [*BATCHES, *reversed(BATCHES)]:
-        case = Case(
-            "compiled", qo_lens, kv_lens, page_size=page_size, mask=MaskKind.CAUSAL, **HEADS
-        )
+        how = {"page_size": page_size, "mask": MaskKind.CAUSAL, **HEADS}
+        case = Case("compiled", qo_lens, kv_lens, **how)
         inputs = build(case, device="cuda")
         if wrapper is None:
             wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
@@ -92,10 +91,8 @@ def test_a_model_of_layers(backend):
             expected = step(inputs.q, new, *expected_caches, appended, *table)
             torch.compiler.cudagraph_mark_step_begin()
             out, lse = compiled(inputs.q, new, *caches, appended, *table)
-            assert torch.equal(out, expected[0])
-            assert torch.equal(lse, expected[1])
-            for cache, expected_cache in zip(caches, expected_caches, strict=True):
-                assert torch.equal(cache.view(torch.int16), expected_cache.view(torch.int16))
+            results = zip((out, lse, *caches), (*expected, *expected_caches), strict=True)
+            assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in results)
 
 
 @on_every_backend
@@ -146,9 +143,6 @@ def test_no_wait_for_the_gpu():
     compiled = torch.compile(lambda q, k, v: wrapper.run(q * 1, (k, v)) + 1, fullgraph=True)
     tensors = (inputs.q, *inputs.cache)
     expected = compiled(*tensors)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         got = compiled(*tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, expected)

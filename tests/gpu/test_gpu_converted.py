@@ -1,49 +1,182 @@
-"""Kernels that rotate and widen on load, where nothing is copied: by the policy, for want of
-room, and in CUDA graphs."""
+"""RoPE and 8-bit operands: kernels rotate and dequantise on load, or a pre-pass makes copies."""
 
 import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
 
 import prepass_policy
 import pytest
 import torch
 import wrapper_options
-from backends import backends_and_cases, captured, on_every_backend
+from backends import backends_and_cases, captured, check_run, on_every_backend, poisoned, sleep
 from converted_cases import CASES, E4M3, E5M2, OPTIONS, ROPE, WHAT, large_prefill
-from preflash.testing import Case, MaskKind, build, runner
+from fuzz.random_cases import random_prepass_cases
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
 
 pytestmark = pytest.mark.gpu
 
+BASE = Case("prepass", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, mask=MaskKind.CAUSAL)
+KV_WHAT = {name: WHAT[name] for name in ("rope", "e4m3", "e5m2", "rope_e4m3")}
+on_every_kv = pytest.mark.parametrize("what", KV_WHAT.values(), ids=KV_WHAT)
+HEAD_DIMS = ((64, None), (128, None), (192, 128), (256, None), (512, None), (80, None))
+MASKS = (
+    {},
+    {"mask": MaskKind.NONE},
+    {"mask": MaskKind.CUSTOM},
+    {"soft_cap": 20.0},
+    {"soft_cap": 20.0, "mask": MaskKind.PACKED},
+    {"window_left": 60},
+    {"sinks": Sinks.MIXED},
+)
 
-def planned(case: Case, backend: str, size: int = 32 << 20, policy: str = "never", **options):
-    """A wrapper without copies whose workspace is full of NaN."""
+
+def is_copied(wrapper) -> bool:
+    return wrapper.variant.startswith("prepass+")
+
+
+def planned(policy: str, case: Case, backend: str, size: int, **options):
+    """Plans with a policy of the pre-pass and a workspace of NaN; options: of the constructor."""
     inputs = build(case, device="cuda")
     buffer = runner.workspace("cuda", size).fill_(0xFF)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda", buffer=buffer, **options)
     with prepass_policy.forced(policy):
         runner.plan(wrapper, inputs)
-    assert "prepass+" not in wrapper.variant
     return wrapper, inputs
 
 
-@pytest.mark.parametrize(("backend", "case"), backends_and_cases(CASES))
-def test_numbers(backend, case):
-    wrapper, inputs = planned(case, backend, 256 << 20)  # a fixed split is kept whatever it takes
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+def with_copies(case: Case, backend: str, size: int = 64 << 20):
+    wrapper, inputs = planned("always", case, backend, size)
+    assert is_copied(wrapper)
+    return wrapper, inputs
+
+
+def check_two_runs(wrapper, inputs) -> None:
+    out, _ = check_run(wrapper, inputs)
+    again, _ = runner.run(wrapper, inputs)
+    rows = sum(inputs.case.qo_lens)
+    assert torch.equal(out[:rows].view(torch.uint8), again[:rows].view(torch.uint8))
+
+
+def pages_of_8_bits() -> Iterator[Case]:
+    """Yields pages of every size: fa3 loads by TMA if they are multiples of 8 rows. Garbage follows
+    every request."""
+    options = ("causal", "window", "custom", "alibi_custom", "fixed_split")
+    lengths = (190, 0, 77, 3, 1), (470, 9, 77, 0, 1031)
+    for option, head_dim, page_size in itertools.product(
+        options, (128, 80, 64, 48), (0, 5, 8, 24, 64, 256)
+    ):
+        how = {"mask": MaskKind.CAUSAL} | OPTIONS[option]
+        how |= {"kv_dtype": E4M3 if page_size % 3 else E5M2, "page_size": page_size}
+        yield Case("pages", *lengths, 6, 2, head_dim, dtype=torch.bfloat16, **how)
+
+
+LARGE = [large_prefill(dim, kv_dtype=E4M3, num_kv_heads=2, **ROPE) for dim in (512, 320)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"), backends_and_cases([*CASES, *pages_of_8_bits(), *LARGE])
+)
+def test_conversion_on_load(backend, case):
+    wrapper, inputs = planned("never", case, backend, 256 << 20)  # a fixed split needs its room
+    assert not is_copied(wrapper)
+    check_two_runs(wrapper, inputs)
+
+
+def options_of_copies() -> Iterator[dict]:
+    """Samples the options, thousands in all, so that each value meets most of the others."""
+    rng = random.Random(3)
+    dtypes = (torch.float16, torch.bfloat16)
+    every = itertools.product(KV_WHAT, MASKS, HEAD_DIMS, (0, 1, 3, 16), ("NHD", "HND"), dtypes)
+    for what, mask, dims, page_size, layout, dtype in rng.sample(list(every), 120):
+        forms = [KvForm.SEPARATE, KvForm.TRANSPOSED]
+        if dims[1] is None and dims[0] % 16 == 0:
+            forms += [KvForm.PADDED, *([KvForm.COMBINED] if page_size > 0 else [])]
+        storage = {"page_size": page_size, "layout": layout, "form": rng.choice(forms)}
+        sizes = {"head_dim": dims[0], "head_dim_vo": dims[1], "dtype": dtype}
+        yield KV_WHAT[what] | mask | sizes | storage
+
+
+def changes_of_copies() -> Iterator[dict]:
+    yield from options_of_copies()
+    # Slices and halves of 512 columns go by the masks of copies as of other tensors.
+    for what, page_size in itertools.product(KV_WHAT.values(), (0, 3)):
+        yield {"head_dim": 512, "mask": MaskKind.CUSTOM, "page_size": page_size, **what}
+    # Factors of heads take the kernel that converts.
+    yield {"kv_dtype": E4M3, "head_scales": True}
+    # Signs of the scale that Q takes, other angles, and items that share rows of Q.
+    yield ROPE | {"sm_scale": -0.1}
+    yield ROPE | {"sm_scale": 0.0}
+    yield ROPE | {"rope_scale": 4.0}
+    yield ROPE | {"rope_theta": 5e5}
+    yield ROPE | {"fixed_split_size": 128}
+    yield ROPE | {"qo_lens": (1, 33, 600), "kv_lens": (3000, 2000, 5000)}
+    # Positions beyond 2^17.
+    one_head = {"num_qo_heads": 1, "num_kv_heads": 1}
+    yield ROPE | one_head | {"qo_lens": (200,), "kv_lens": (140001,), "page_size": 16}
+    # Copies of queries lie where their results will be, whatever the group.
+    queries = (
+        (128, torch.bfloat16),
+        (80, torch.float16),
+        (64, torch.float16),
+        (40, torch.bfloat16),
+    )
+    groups = ((4, 4), (6, 2), (8, 2), (8, 1), (130, 1))
+    for (head_dim, dtype), (heads, kv_heads) in itertools.product(queries, groups):
+        sizes = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        yield ROPE | sizes | {"dtype": dtype}
+    # Copies of 8-bit queries have the dtype of the output.
+    for o_dtype, head_dim in itertools.product((None, torch.float16, torch.bfloat16), (128, 512)):
+        mask = {"mask": MaskKind.CUSTOM, "head_dim": head_dim}
+        yield ROPE | mask | {"dtype": E4M3, "o_dtype": o_dtype}
+
+
+COPIED = [dataclasses.replace(BASE, **change) for change in changes_of_copies()]
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"), backends_and_cases([*COPIED, *random_prepass_cases(60, seed=3)])
+)
+def test_copies(backend, case):
+    wrapper, inputs = with_copies(case, backend, 512 << 20)
+    with prepass_policy.forced("always"):  # copies, whose rounding the bounds know
+        check_two_runs(wrapper, inputs)
+
+
+def cases_of_the_policy() -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """Yields cases, and the backends on which copies are faster for them and fit."""
+    for what in KV_WHAT.values():
+        case = Case("long", (6000,), (7013,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16)
+        yield dataclasses.replace(case, **what), ("fa2", "fa3")
+    # A kernel that rotates 8 bits leaves float16 whatever it writes; copies would be bfloat16. fa3
+    # multiplies 8 bits that are not rotated as they are.
+    case = Case("long8", (3000,), (6133,), 8, 8, 128, dtype=E4M3, mask=MaskKind.CAUSAL)
+    yield case, ("fa2",)
+    yield dataclasses.replace(case, **ROPE), ()
+    # The copies of this cache would exceed 128 MB.
+    yield Case("cache", (1,), (1 << 18,), 4, 1, 512, page_size=64, kv_dtype=E4M3, **ROPE), ()
 
 
 @on_every_backend
-@pytest.mark.parametrize("page_size", [0, 5, 8, 24, 64, 256])
-@pytest.mark.parametrize("head_dim", [128, 80, 64, 48])
-@pytest.mark.parametrize("option", ["causal", "window", "custom", "alibi_custom", "fixed_split"])
-def test_8_bits_in_pages_of_every_size(backend, option, head_dim, page_size):
-    """fa3 loads by TMA if pages are multiples of 8 rows. Garbage follows every request."""
-    options = {"mask": MaskKind.CAUSAL} | OPTIONS[option]
-    kv_dtype = E4M3 if page_size % 3 else E5M2
-    lengths = (190, 0, 77, 3, 1), (470, 9, 77, 0, 1031)
-    case = Case("pages", *lengths, 6, 2, head_dim, dtype=torch.bfloat16, kv_dtype=kv_dtype,
-                page_size=page_size, **options)  # fmt: skip
-    wrapper, inputs = planned(case, backend, 256 << 20)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+@pytest.mark.parametrize(
+    ("case", "copying"), list(cases_of_the_policy()), ids=lambda part: getattr(part, "id", "")
+)
+def test_plan_copies_where_that_is_faster(backend, case, copying):
+    wrapper, inputs = planned("auto", case, backend, 128 << 20)
+    assert is_copied(wrapper) == (backend in copying)
+    check_run(wrapper, inputs)
+
+
+@on_every_backend
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=["gqa", "mha"])
+def test_many_rotated_queries(backend, heads):
+    """plan() finds that copies pay, and they have the bits of copies that were asked for."""
+    case = Case("many", (2100,), (2100,), *heads, 128, mask=MaskKind.CAUSAL, **ROPE)
+    wrapper, inputs = planned("auto", case, backend, 64 << 20)
+    assert is_copied(wrapper)
+    out, _ = check_run(wrapper, inputs)
+    told, _ = with_copies(case, backend)
+    assert torch.equal(runner.run(told, inputs)[0], out)
 
 
 @on_every_backend
@@ -56,9 +189,55 @@ def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
     plain = head_dim == 128 and mask is MaskKind.CAUSAL and "position" not in what
     native = backend == "fa3" and plain and case.dtype == E4M3
     for policy in ("auto", "always"):
-        wrapper, inputs = planned(case, backend, 1 << 20, policy)
+        wrapper, inputs = planned(policy, case, backend, 1 << 20)
         assert wrapper.variant.endswith("e4m3_d128" if native else "_converted")
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        assert not is_copied(wrapper)
+        check_run(wrapper, inputs)
+
+
+@on_every_backend
+def test_the_variant_names_the_kernel_that_computes_on_copies(backend):
+    case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
+    wrapper, _ = with_copies(case, backend)
+    family = {"fa2": "sm80", "fa3": "sm90"}[backend]
+    assert wrapper.variant == f"prepass+{family}_bf16_d512"
+
+
+@on_every_backend
+@on_every_kv
+def test_single(backend, what):
+    case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
+    inputs = build(case, device="cuda")
+    with prepass_policy.forced("always"):
+        runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
+    wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)
+    inputs = build(wide, device="cuda")
+    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()  # without copies
+
+
+@on_every_backend
+def test_queries_in_place(backend):
+    wrapper, inputs = with_copies(dataclasses.replace(BASE, **ROPE), backend)
+    out, _ = runner.run(wrapper, inputs)
+    q = inputs.q.clone()
+    wrapper.run(q, inputs.k, inputs.v, out=q)
+    rows = sum(inputs.case.qo_lens)
+    assert torch.equal(q[:rows], out[:rows])
+
+
+def check_replay(wrapper, inputs, *, plans_again: bool) -> None:
+    """Captures a run over zeros and replays it with the queries."""
+    expected = check_run(wrapper, inputs)
+    still = dataclasses.replace(inputs, q=torch.zeros_like(inputs.q))
+    outputs = poisoned(inputs)
+    graph, _ = captured(lambda: runner.run(wrapper, still, **outputs))
+    still.q.copy_(inputs.q)
+    if plans_again:
+        runner.plan(wrapper, inputs)
+    graph.replay()
+    rows = sum(inputs.case.qo_lens)
+    for got, wanted in zip(outputs.values(), expected, strict=True):
+        assert torch.equal(got[:rows].view(torch.uint8), wanted[:rows].view(torch.uint8))
 
 
 @on_every_backend
@@ -68,39 +247,34 @@ def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
     [(512, MaskKind.CAUSAL), (512, MaskKind.CUSTOM), (128, MaskKind.CUSTOM), (64, MaskKind.CUSTOM)],
 )
 @pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
-def test_captured_runs(backend, what, head_dim, mask, page_size):
-    case = Case("graph", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, head_dim, mask=mask,
-                page_size=page_size, **what)  # fmt: skip
-    inputs = build(case, device="cuda")
-    options = wrapper_options.graph_options(inputs)
-    wrapper, _ = planned(case, backend, policy="always", **options)
-    out, lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, out, lse).check()
-    again, lse_again = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
-    q = torch.zeros_like(inputs.q)
-    still = dataclasses.replace(inputs, q=q)
-    graph, _ = captured(lambda: runner.run(wrapper, still, out=again, lse=lse_again))
-    q.copy_(inputs.q)
-    runner.plan(wrapper, inputs)
-    graph.replay()
-    rows = sum(case.qo_lens)
-    for got, expected in ((again, out), (lse_again, lse)):
-        assert torch.equal(got[:rows].view(torch.uint8), expected[:rows].view(torch.uint8))
+def test_captured_conversion_on_load(backend, what, head_dim, mask, page_size):
+    """A wrapper of graphs copies nothing, and its replays compute the next plan."""
+    options = {"head_dim": head_dim, "mask": mask, "page_size": page_size, **what}
+    case = dataclasses.replace(BASE, **options)
+    buffers = wrapper_options.graph_options(build(case, device="cuda"))
+    wrapper, inputs = planned("always", case, backend, 32 << 20, **buffers)
+    assert not is_copied(wrapper)
+    check_replay(wrapper, inputs, plans_again=True)
 
 
 @on_every_backend
-def test_a_cache_whose_copies_exceed_128_megabytes(backend):
-    case = Case("long", (1,), (1 << 18,), 4, 1, 512, page_size=64, kv_dtype=E4M3, **ROPE)
-    wrapper, inputs = planned(case, backend, 128 << 20, "auto")
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+def test_captured_copies(backend):
+    wrapper, inputs = with_copies(
+        dataclasses.replace(BASE, kv_dtype=E4M3, page_size=16, **ROPE), backend
+    )
+    check_replay(wrapper, inputs, plans_again=False)
 
 
 @on_every_backend
-@pytest.mark.parametrize("head_dim", [512, 320])
-def test_runs_repeat_their_bits(backend, head_dim):
-    case = large_prefill(head_dim, kv_dtype=E4M3, num_kv_heads=2, **ROPE)
-    wrapper, inputs = planned(case, backend)
-    first, _ = runner.run(wrapper, inputs)
-    second, _ = runner.run(wrapper, inputs)
-    rows = sum(case.qo_lens)
-    assert torch.equal(first[:rows], second[:rows])
+def test_streams_follow_each_other(backend):
+    """The copies of a run are read before the next run on the stream writes its own."""
+    case = Case("stream", (700, 900), (3000, 900), 8, 8, 128, mask=MaskKind.CAUSAL, **ROPE)
+    wrapper, inputs = with_copies(case, backend)
+    batches = (inputs, build(case, device="cuda", seed=9)) * 2
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        sleep(5)
+        results = [runner.run(wrapper, one) for one in batches]
+        torch.cuda.current_stream().synchronize()
+    for one, result in zip(batches, results, strict=True):
+        runner.compare(one, *result).check()

@@ -8,7 +8,8 @@ import math
 import preflash
 import pytest
 import torch
-from backends import backends_and_cases, on_every_backend, planned
+from backends import backends_and_cases, check_run, on_every_backend, planned
+from far_memory import move_pages
 from preflash.testing import (
     Case,
     KvForm,
@@ -44,16 +45,15 @@ def test_auto_takes_fa3_where_it_runs(mask):
     family = "sm80" if why_no_fa3() else "sm90"
     assert wrapper.variant.startswith(f"{family}_bf16_d128")
     assert mask is MaskKind.CAUSAL or wrapper.variant.endswith("_custom")
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(wrapper, inputs)
 
 
 def test_explicit_fa3_never_becomes_fa2():
-    if why_no_fa3():
-        with pytest.raises((NotImplementedError, ValueError), match="fa3"):
-            planned(CASE, "fa3")
+    if not why_no_fa3():
+        assert planned(CASE, "fa3")[0].variant.startswith("sm90_")
         return
-    wrapper, _ = planned(CASE, "fa3")
-    assert wrapper.variant.startswith("sm90_")
+    with pytest.raises((NotImplementedError, ValueError), match="fa3"):
+        planned(CASE, "fa3")
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,12 @@ def test_tiles_of_decode_batches(fa3, qo_lens, kv_heads, head_dim, options, name
     case = Case("decode", qo_lens, (300,) * 40, 8, kv_heads, head_dim, **options)
     wrapper, inputs = planned(case, fa3)
     assert wrapper.variant == f"sm90_bf16_d{head_dim}{name}"
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(wrapper, inputs)
 
 
 @pytest.mark.parametrize(("batch", "keys", "name"), [(256, 300, "_decode"), (64, 4096, "")])
 def test_short_tiles_of_head_dim_64_are_for_short_requests(fa3, batch, keys, name):
-    workspace = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    workspace = runner.workspace("cuda", 64 << 20)
     wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=fa3)
     indptr = torch.arange(batch + 1, dtype=torch.int32)
     pages = -(-keys // 16)
@@ -100,7 +100,7 @@ def test_short_tiles_over_16_bits(fa3, head_dim, page_size, dtype):
     case = Case("short", *SHORT, 8, 2, head_dim, page_size=page_size, dtype=dtype)
     wrapper, inputs = planned(case, fa3)
     assert "_decode" in wrapper.variant
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(wrapper, inputs)
 
 
 # --- more items than CTAs --------------------------------------------------------
@@ -193,7 +193,7 @@ def test_soft_caps_of_small_and_large_logits(backend, head_dim, cap):
 
 
 def key_rows(inputs, request):
-    """Index of the keys of a request in K: of the pool or of the ragged tensor, NHD."""
+    """Returns the index of a request's keys in K: of the pool or of the ragged tensor, NHD."""
     kv_lens, page_size = inputs.case.kv_lens, inputs.case.page_size
     keys = torch.arange(kv_lens[request], device=inputs.k.device)
     if not page_size:
@@ -202,71 +202,59 @@ def key_rows(inputs, request):
     return pages[keys // page_size], keys % page_size
 
 
-JUMPS = {
+# What a key's numbers are multiplied by: place goes from 0 to 1 in a request.
+FACTORS = {
     "early": lambda place: torch.where(place < 0.25, 60.0, 1.0),
     "late": lambda place: torch.where(place > 0.75, 60.0, 1.0),
     "rising": lambda place: 1 + 59 * place,
     "falling": lambda place: 60 - 59 * place,
     "striped": lambda place: torch.where((place * 16).long() % 2 == 0, 60.0, 1.0),
 }
+# Ordinary keys among those whose logits are near -2.5e5, which not every row sees.
+ORDINARY = {"first": (0, 1), "late": (200, 201, 290), "last": (-1,)}
 
-jumping = pytest.mark.parametrize(
+
+def dominated(inputs, factors) -> None:
+    """Multiplies keys so that whole tiles weigh nothing beside one before or after them."""
+    inputs.q *= 8
+    for request, kv_len in enumerate(inputs.case.kv_lens):
+        place = torch.arange(kv_len, device=inputs.k.device) / kv_len
+        inputs.k[key_rows(inputs, request)] *= factors(place).to(inputs.k.dtype)[:, None, None]
+
+
+def few_ordinary(inputs, keys) -> None:
+    for request in range(inputs.case.batch_size):
+        rows = key_rows(inputs, request)
+        for key in keys:
+            inputs.k[(*(index[key] for index in rows), slice(None), 0)] = 0
+
+
+NEGATIVE = {"sm_scale": 1.0, "magnitude": Magnitude.VERY_NEGATIVE}
+JUMPS = {f"jump_{name}": (dominated, factors, {}) for name, factors in FACTORS.items()}
+JUMPS |= {f"few_{name}": (few_ordinary, keys, NEGATIVE) for name, keys in ORDINARY.items()}
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fixed_split_size", [None, 128])
+@pytest.mark.parametrize(
     ("dims", "page_size"),
     [((64, 64), 0), ((128, 128), 16), ((256, 256), 1), ((512, 512), 16)],
     ids=str,
 )
-in_both_formats = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-with_and_without_splits = pytest.mark.parametrize("fixed_split_size", [None, 128])
-JUMP_LENS = (1, 130, 300), (900, 700, 310)
-
-
-@on_every_backend
-@in_both_formats
-@with_and_without_splits
-@jumping
-@pytest.mark.parametrize("factors", JUMPS.values(), ids=JUMPS)
+@pytest.mark.parametrize(("change", "by", "options"), JUMPS.values(), ids=JUMPS)
 def test_keys_that_dominate_by_hundreds_of_bits(
-    backend, factors, dims, page_size, fixed_split_size, dtype
+    backend, change, by, options, dims, page_size, fixed_split_size, dtype
 ):
-    """Whole tiles weigh nothing beside one before or behind them."""
-    how = {"dtype": dtype, "page_size": page_size, "mask": MaskKind.CAUSAL}
-    case = Case("jump", *JUMP_LENS, 4, 2, *dims, **how, fixed_split_size=fixed_split_size)
+    how = {"dtype": dtype, "page_size": page_size, "mask": MaskKind.CAUSAL, **options}
+    lens = (1, 130, 300), (900, 700, 310)
+    case = Case("jump", *lens, 4, 2, *dims, **how, fixed_split_size=fixed_split_size)
     inputs = build(case, device="cuda")
-    inputs.q *= 8
-    for request, kv_len in enumerate(case.kv_lens):
-        rows = key_rows(inputs, request)
-        place = torch.arange(kv_len, device=inputs.k.device) / kv_len
-        inputs.k[rows] *= factors(place).to(dtype)[:, None, None]
-    runner.check(inputs, backend=backend)
-
-
-@on_every_backend
-@in_both_formats
-@with_and_without_splits
-@jumping
-@pytest.mark.parametrize("ordinary", [(0, 1), (200, 201, 290), (-1,)], ids=str)
-def test_few_keys_above_very_negative_ones(
-    backend, ordinary, dims, page_size, fixed_split_size, dtype
-):
-    """Logits near -2.5e5, but for the given keys, which not every row sees."""
-    how = {"dtype": dtype, "page_size": page_size, "mask": MaskKind.CAUSAL}
-    how |= {"sm_scale": 1.0, "magnitude": Magnitude.VERY_NEGATIVE}
-    case = Case("few", *JUMP_LENS, 4, 2, *dims, **how, fixed_split_size=fixed_split_size)
-    inputs = build(case, device="cuda")
-    for request in range(case.batch_size):
-        rows = key_rows(inputs, request)
-        for key in ordinary:
-            inputs.k[(*(index[key] for index in rows), slice(None), 0)] = 0
+    change(inputs, by)
     runner.check(inputs, backend=backend)
 
 
 # --- what a tile reaches over ----------------------------------------------------
-
-
-def compare_some(out, lse, expected, rows):
-    """Compares the given rows of q with the oracle."""
-    rows = torch.tensor(rows, device=out.device)
-    compare(out[rows], lse[rows], expected.map(lambda t: t[rows])).check()
 
 
 @on_every_backend
@@ -287,9 +275,9 @@ def test_neighbours_stay_out(backend, head_dim, page_size, layout, value):
             else:
                 tensor.narrow(0 if layout == "NHD" else 1, begin, end - begin).fill_(value)
     inputs.q[:5], inputs.q[45:] = value, value
-    wrapper = runner.planned(inputs, backend=backend)
-    out, lse = runner.run(wrapper, inputs)
-    compare_some(out, lse, expected, range(5, 45))
+    out, lse = runner.run(runner.planned(inputs, backend=backend), inputs)
+    rows = slice(5, 45)
+    compare(out[rows], lse[rows], expected.map(lambda t: t[rows])).check()
 
 
 @on_every_backend
@@ -313,45 +301,42 @@ def test_recycled_pages_stay_out(backend, page_size, fixed_split_size):
 # --- strides ---------------------------------------------------------------------
 
 
-@on_every_backend
-def test_one_head_expanded_to_many(backend):
-    """A stride of 0 is a stride."""
-    case = Case("expanded", (40, 9), (130, 70), 8, 4, 128, mask=MaskKind.CAUSAL)
-    inputs = build(case, device="cuda")
-    for name in ("k", "v"):
-        one = getattr(inputs, name)[:, :1].clone()
-        setattr(inputs, name, one.expand(-1, 4, -1))
-    runner.check(inputs, backend=backend)
+def expanded(inputs) -> None:
+    """Reads one head for all: a stride of 0 is a stride."""
+    inputs.k, inputs.v = (t[:, :1].clone().expand(-1, 4, -1) for t in (inputs.k, inputs.v))
 
 
-@on_every_backend
-def test_strides_of_single_elements_mean_nothing(backend):
-    """torch leaves any stride in a dimension of one element."""
-    case = Case("single", (1,), (1,), 1, 1, 128)
-    inputs = build(case, device="cuda")
-    expected = reference(inputs)
+def single_elements(inputs) -> None:
+    """Sets strides of single elements, which mean nothing: torch leaves any there."""
     inputs.q = inputs.q.as_strided((1, 1, 128), (3, 5, 1))
     inputs.k = inputs.k[:1].as_strided((1, 1, 128), (1, 0, 1))
     inputs.v = inputs.v[:1].as_strided((1, 1, 128), (7, 1 << 40, 1))
-    runner.check(inputs, backend=backend, expected=expected)
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"),
-    backends_and_cases(
-        [
-            Case("no_keys", (5, 9), (0, 0), 4, 2, 128, mask=MaskKind.CAUSAL),
-            Case("no_pages", (5, 9), (0, 0), 4, 2, 128, page_size=16),
-            Case("no_rows", (0, 0), (70, 3), 4, 2, 128),
-        ]
-    ),
-)
-def test_empty_tensors(backend, case):
-    """Tensor maps have no dimension of length 0."""
-    inputs = build(case, device="cuda")
-    inputs.k, inputs.v = inputs.k[: sum(case.kv_lens)], inputs.v[: sum(case.kv_lens)]
-    if case.paged:
+def no_spare_rows(inputs) -> None:
+    """Leaves empty tensors: tensor maps have no dimension of length 0."""
+    keys = sum(inputs.case.kv_lens)
+    inputs.k, inputs.v = inputs.k[:keys], inputs.v[:keys]
+    if inputs.case.paged:
         inputs.cache = (inputs.k, inputs.v)
+
+
+UNUSUAL = [
+    (expanded, Case("expanded", (40, 9), (130, 70), 8, 4, 128, mask=MaskKind.CAUSAL)),
+    (single_elements, Case("single", (1,), (1,), 1, 1, 128)),
+    (no_spare_rows, Case("no_keys", (5, 9), (0, 0), 4, 2, 128, mask=MaskKind.CAUSAL)),
+    (no_spare_rows, Case("no_pages", (5, 9), (0, 0), 4, 2, 128, page_size=16)),
+    (no_spare_rows, Case("no_rows", (0, 0), (70, 3), 4, 2, 128)),
+]
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("change", "case"), [pytest.param(*row, id=row[1].name) for row in UNUSUAL]
+)
+def test_unusual_strides_and_sizes(backend, change, case):
+    inputs = build(case, device="cuda")
+    change(inputs)
     runner.check(inputs, backend=backend)
 
 
@@ -360,7 +345,7 @@ FAR = 1 << 36  # bytes
 
 @pytest.fixture
 def sixty_six_gib():
-    """Uninitialised memory, given back whoever still refers to it."""
+    """Yields uninitialised memory, and frees it whoever still refers to it."""
     size = FAR + (2 << 30)
     gc.collect()
     torch.cuda.empty_cache()
@@ -388,10 +373,7 @@ def test_offsets_over_64_gib(backend, stride, sixty_six_gib):
     count = inputs.k.shape[0]
     where = torch.arange(count, device=inputs.k.device)
     where[1::2] += FAR // (2 * stride)
-    for pool, small in zip(pools, (inputs.k, inputs.v), strict=True):
+    for pool in pools:
         pool[:count] = math.nan
-        pool[where] = small
-    inputs.indices = where[inputs.indices.long()].int()
-    inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
-    inputs.k, inputs.v = inputs.cache = tuple(pools)
+    move_pages(inputs, pools, where)
     runner.check(inputs, backend=backend, expected=expected)

@@ -3,7 +3,6 @@
 One set of random tensors serves every batch, so that a plan costs no more than its lengths.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import preflash
 import pytest
 import torch
-from backends import captured, on_every_backend
+from backends import captured, no_waits, on_every_backend, sleep
 from preflash.testing import Case, Inputs, MaskKind, runner
 from preflash.testing.inputs import indptr
 
@@ -33,6 +32,11 @@ class Lengths(NamedTuple):
     kv: tuple[int, ...]
 
 
+def only(rows: int, keys: int) -> Lengths:
+    """Returns the lengths of one request and empty ones."""
+    return Lengths((rows, *(0,) * (BATCH - 1)), (keys, *(0,) * (BATCH - 1)))
+
+
 FIRST = Lengths((500, 100, 0, 0, 0, 0, 0), (900, 100, 7, 0, 0, 300, 1))
 DECODE = Lengths((1,) * 7, (3000, 5, 17, 900, 64, 0, 1200))
 APPEND = Lengths((64, 1, 0, 33, 129, 5, 2), (512, 1, 77, 40, 129, 2000, 2))
@@ -41,8 +45,8 @@ APPEND = Lengths((64, 1, 0, 33, 129, 5, 2), (512, 1, 77, 40, 129, 2000, 2))
 class Pool:
     """Tensors that every batch shares, and a wrapper with use_cuda_graph=True on them."""
 
-    def __init__(self, like: Case, backend: str, workspace=None) -> None:
-        self.like, self.backend = like, backend
+    def __init__(self, like: Case, backend: str) -> None:
+        self.like = like
         generator = torch.Generator("cuda").manual_seed(1)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -53,70 +57,59 @@ class Pool:
         self.k, self.v = normal(*kv, like.head_dim), normal(*kv, like.dim_vo)
         self.out = torch.empty_like(self.q)
         self.lse = torch.empty(ROWS, like.num_qo_heads, device="cuda")
-        self.wrapper = self._wrapper(like, backend, workspace)
-
-    @staticmethod
-    def _wrapper(like: Case, backend: str, workspace):
-        def ints(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int32, device="cuda")
-
-        workspace = runner.workspace("cuda") if workspace is None else workspace
-        options = {"use_cuda_graph": True, "qo_indptr_buf": ints(BATCH + 1), "backend": backend}
-        if not like.paged:
-            kind = preflash.BatchPrefillWithRaggedKVCacheWrapper
-            return kind(workspace, kv_indptr_buf=ints(BATCH + 1), **options)
-        return preflash.BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            paged_kv_indptr_buf=ints(BATCH + 1),
-            paged_kv_indices_buf=ints(PAGES),
-            paged_kv_last_page_len_buf=ints(BATCH),
-            **options,
+        sizes = {"qo_indptr_buf": BATCH + 1, "kv_indptr_buf": BATCH + 1}
+        if like.paged:
+            sizes["paged_kv_indptr_buf"] = sizes.pop("kv_indptr_buf")
+            sizes |= {"paged_kv_indices_buf": PAGES, "paged_kv_last_page_len_buf": BATCH}
+        buffers = {
+            name: torch.zeros(count, dtype=torch.int32, device="cuda")
+            for name, count in sizes.items()
+        }
+        self.wrapper = runner.make_wrapper(
+            like, backend=backend, device="cuda", use_cuda_graph=True, **buffers
         )
 
     def batch(self, lengths: Lengths, seed: int = 0) -> Inputs:
-        """Batch of the pool's own tensors; the page table is a random part of the pool."""
+        """Returns a batch of the pool's own tensors and a random page table."""
         case = dataclasses.replace(self.like, qo_lens=lengths.qo, kv_lens=lengths.kv)
-        inputs = Inputs(
-            case=case,
-            q=self.q[: sum(lengths.qo)],
-            qo_indptr=indptr(lengths.qo),
-            kv_indptr=indptr(lengths.kv),
-            k=self.k,
-            v=self.v,
-        )
+        q = self.q[: sum(lengths.qo)]
+        inputs = Inputs(case, q, indptr(lengths.qo), indptr(lengths.kv), self.k, self.v)
         if not case.paged:
             return inputs
         counts = [-(-n // PAGE) for n in lengths.kv]
         pages = random.Random(seed).sample(range(PAGES), sum(counts))
-        spans = itertools.pairwise(indptr(counts).tolist())
+        last = [(n - 1) % PAGE + 1 if n else 0 for n in lengths.kv]
         inputs.cache = (self.k, self.v)
         inputs.kv_indptr = indptr(counts)
         inputs.indices = torch.tensor(pages, dtype=torch.int32)
-        inputs.last_page_len = torch.tensor(
-            [(n - 1) % PAGE + 1 if n else 0 for n in lengths.kv], dtype=torch.int32
-        )
+        inputs.last_page_len = torch.tensor(last, dtype=torch.int32)
+        spans = itertools.pairwise(inputs.kv_indptr.tolist())
         inputs.page_table = [pages[begin:end] for begin, end in spans]
         return inputs
 
     def kv(self) -> tuple:
         return ((self.k, self.v),) if self.like.paged else (self.k, self.v)
 
-    def plan(self, lengths: Lengths, seed: int = 0, **overrides) -> Inputs:
+    def plan(self, lengths: Lengths, seed: int = 0) -> Inputs:
         inputs = self.batch(lengths, seed)
-        runner.plan(self.wrapper, inputs, **overrides)
+        runner.plan(self.wrapper, inputs)
         return inputs
 
-    def run(self, out=None, lse=None, rows: int | None = None) -> None:
-        out = self.out if out is None else out
-        lse = self.lse if lse is None else lse
+    def run(self, out=None, lse=None, rows: int | None = None, **options) -> None:
         part = slice(0, rows)
-        self.wrapper.run(self.q[part], *self.kv(), out=out[part], lse=lse[part], return_lse=True)
+        out, lse = self._outputs(out, lse)
+        outputs = {"out": out[part], "lse": lse[part], "return_lse": True}
+        self.wrapper.run(self.q[part], *self.kv(), **outputs, **options)
+
+    def _outputs(self, out, lse) -> tuple:
+        return self.out if out is None else out, self.lse if lse is None else lse
 
     def capture(self, stream=None, **options) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
-        return captured(lambda: self.run(**options), stream)[0]
+        return captured(functools.partial(self.run, **options), stream)[0]
 
     def captured(self, lengths: Lengths = FIRST, **options) -> torch.cuda.CUDAGraph:
+        """Plans, runs and captures."""
         self.plan(lengths)
         self.run()
         return self.capture(**options)
@@ -125,15 +118,16 @@ class Pool:
         self.out.fill_(NAN)
         self.lse.fill_(NAN)
 
-    def check(self, inputs: Inputs, out=None, lse=None) -> None:
+    def check(self, inputs: Inputs, out=None, lse=None, **options) -> None:
+        """Compares with the oracle; options: of the case that ran."""
         rows = inputs.q.shape[0]
-        out = self.out if out is None else out
-        lse = self.lse if lse is None else lse
+        out, lse = self._outputs(out, lse)
+        inputs = dataclasses.replace(inputs, case=dataclasses.replace(inputs.case, **options))
         runner.compare(inputs, out[:rows], lse[:rows]).check()
 
 
 def parts(rng: random.Random, total: int, most_parts: int) -> tuple[int, ...]:
-    """Numbers that add up to `total`, some of them 0."""
+    """Returns numbers that add up to `total`, some of them 0."""
     cuts = sorted(rng.choices(range(total + 1), k=rng.randrange(most_parts)))
     sizes = [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]
     sizes += [0] * (BATCH - len(sizes))
@@ -141,7 +135,12 @@ def parts(rng: random.Random, total: int, most_parts: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def random_lengths(rng: random.Random) -> Lengths:
+def decode_lengths(rng: random.Random) -> Lengths:
+    kv = parts(rng, rng.choice((30, 2000, 8000)), BATCH)
+    return Lengths(tuple(rng.randint(0, 1) for _ in range(BATCH)), kv)
+
+
+def any_lengths(rng: random.Random) -> Lengths:
     if rng.random() < 0.3:
         qo = tuple(rng.randint(0, 1) for _ in range(BATCH))
     else:
@@ -151,30 +150,38 @@ def random_lengths(rng: random.Random) -> Lengths:
     return Lengths(qo, kv)
 
 
+LONGEST = Lengths(only(ROWS, 0).qo, (10,) * BATCH)
+MANY_PLANS = {
+    "paged": (PAGED, LONGEST, any_lengths, 1000, 50),
+    "ragged": (RAGGED, LONGEST, any_lengths, 300, 50),
+    "window": (WINDOW, LONGEST, any_lengths, 200, 50),
+    "fixed": (FIXED, LONGEST, any_lengths, 300, 50),
+    "whole": (WHOLE, LONGEST, any_lengths, 200, 50),
+    # The first plan decides on short tiles; later plans split or not.
+    "decode": (PAGED, DECODE, decode_lengths, 60, 1),
+}
+
+
 @on_every_backend
 @pytest.mark.parametrize(
-    ("like", "count"),
-    [(PAGED, 1000), (RAGGED, 300), (WINDOW, 200), (FIXED, 300), (WHOLE, 200)],
-    ids=lambda value: getattr(value, "name", value),
+    ("like", "first", "lengths", "count", "step"), MANY_PLANS.values(), ids=MANY_PLANS
 )
-def test_many_plans_of_one_graph(backend, like, count):
+def test_many_plans_of_one_graph(backend, like, first, lengths, count, step):
     """Against an ordinary wrapper, bit for bit where the bits do not depend on the batch's split,
-    and every fiftieth against the oracle."""
+    and some against the oracle."""
     same_bits = like.disable_split_kv or like.fixed_split_size is not None
     pool = Pool(like, backend)
-    pool.plan(Lengths((ROWS, *(0,) * (BATCH - 1)), (10,) * BATCH))
-    pool.run()
-    graph = pool.capture()
+    graph = pool.captured(first)
     ordinary = runner.make_wrapper(like, backend=backend, device="cuda")
     rng = random.Random(5)
     for i in range(count):
-        inputs = pool.plan(random_lengths(rng), seed=i)
+        inputs = pool.plan(lengths(rng), seed=i)
         pool.poison()
         graph.replay()
         rows = inputs.q.shape[0]
         assert bool(pool.out[rows:].isnan().all())
         assert bool(pool.lse[rows:].isnan().all())
-        if i % 50 == 0:
+        if i % step == 0:
             pool.check(inputs)
         runner.plan(ordinary, inputs)
         out, lse = ordinary.run(inputs.q, *pool.kv(), return_lse=True)
@@ -184,22 +191,6 @@ def test_many_plans_of_one_graph(backend, like, count):
         else:
             torch.testing.assert_close(pool.out[:rows], out, rtol=2e-2, atol=1e-2)
             torch.testing.assert_close(pool.lse[:rows], lse, rtol=1e-4, atol=1e-3)
-
-
-@on_every_backend
-def test_decode_like_graphs(backend):
-    """The first plan decides on short tiles; later plans split or not."""
-    pool = Pool(PAGED, backend)
-    graph = pool.captured(DECODE)
-    rng = random.Random(2)
-    for seed in range(60):
-        kv = parts(rng, rng.choice((30, 2000, 8000)), BATCH)
-        rows = tuple(rng.randint(0, 1) for _ in range(BATCH))
-        inputs = pool.plan(Lengths(rows, kv), seed)
-        pool.poison()
-        graph.replay()
-        pool.check(inputs)
-        assert bool(pool.out[inputs.q.shape[0] :].isnan().all())
 
 
 @on_every_backend
@@ -215,7 +206,7 @@ def test_capture_plan_and_replay_on_streams_of_their_own(backend):
         pool.poison()
         planning.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(planning):
-            torch.cuda._sleep(20_000_000)
+            sleep(10)
             inputs = pool.plan(lengths)
         replaying.wait_stream(planning)
         with torch.cuda.stream(replaying):
@@ -230,7 +221,7 @@ def test_plans_and_replays_back_to_back(backend):
     pool = Pool(PAGED, backend)
     graph = pool.captured()
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)
+    sleep(10)
     results = []
     for seed, lengths in enumerate((DECODE, APPEND, FIRST) * 4):
         inputs = pool.plan(lengths, seed)
@@ -256,7 +247,7 @@ def test_a_plan_waits_for_runs_on_other_streams(backend, captured, runs_on_defau
     streams = [torch.cuda.Stream(), torch.cuda.default_stream()]
     running, planning = reversed(streams) if runs_on_default else streams
     with torch.cuda.stream(running):
-        torch.cuda._sleep(200_000_000)
+        sleep(100)
         pool.run(out, lse)
     with torch.cuda.stream(planning):
         after = pool.plan(DECODE, seed=4)
@@ -271,30 +262,28 @@ def test_options_that_only_a_capture_asks_for(backend):
     """forward() under capture with a window that no forward() had. What the graph frees before must
     not be where the work list is."""
     pool = Pool(PAGED, backend)
-    heads = (8, 2, 128, PAGE)
 
     def begin(lengths: Lengths, seed: int) -> Inputs:
         inputs = pool.batch(lengths, seed)
         table = (inputs.qo_indptr, inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-        pool.wrapper.begin_forward(*table, *heads, q_data_type=PAGED.dtype)
+        pool.wrapper.begin_forward(*table, 8, 2, 128, PAGE, q_data_type=PAGED.dtype)
         return inputs
+
+    def forward():
+        for size in (2 << 10, 64 << 10, 80 << 10, 1 << 20):
+            torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+        cache = (pool.k, pool.v)
+        return pool.wrapper.forward_return_lse(pool.q, cache, causal=True, window_left=100)
 
     begin(FIRST, 0)
     pool.wrapper.forward(pool.q, (pool.k, pool.v), causal=True)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for size in (2 << 10, 64 << 10, 80 << 10, 1 << 20):
-            torch.full((size,), 255, dtype=torch.uint8, device="cuda")
-        out, lse = pool.wrapper.forward_return_lse(
-            pool.q, (pool.k, pool.v), causal=True, window_left=100
-        )
+    graph, result = captured(forward)
     for seed, lengths in enumerate((FIRST, DECODE, APPEND)):
         inputs = begin(lengths, seed)
-        out.fill_(NAN)
+        result[0].fill_(NAN)
         graph.replay()
-        case = dataclasses.replace(inputs.case, window_left=100)
-        pool.check(dataclasses.replace(inputs, case=case), out, lse)
+        pool.check(inputs, *result, window_left=100)
 
 
 @on_every_backend
@@ -305,23 +294,15 @@ def test_options_that_captures_ask_for_on_any_stream(backend):
     for window_left, stream in enumerate(streams.values(), start=100):
         inputs = pool.plan(DECODE)
         pool.poison()
-        torch.cuda.synchronize()
-        outputs = {"out": pool.out, "lse": pool.lse, "window_left": window_left}
-        run = functools.partial(pool.wrapper.run, pool.q, *pool.kv(), **outputs)
-        captured(run, stream)[0].replay()
-        case = dataclasses.replace(inputs.case, window_left=window_left)
-        pool.check(dataclasses.replace(inputs, case=case))
+        pool.capture(stream, window_left=window_left).replay()
+        pool.check(inputs, window_left=window_left)
 
 
 @on_every_backend
 def test_a_graph_for_every_number_of_rows(backend):
     """Engines capture one wrapper with q of many lengths, and replay the one that fits."""
     pool = Pool(PAGED, backend)
-    graphs = {}
-    for rows in (600, 300, 16):
-        pool.plan(Lengths((rows, *(0,) * 6), (600, *(0,) * 6)))
-        pool.run()
-        graphs[rows] = pool.capture(rows=rows)
+    graphs = {rows: pool.captured(only(rows, 600), rows=rows) for rows in (600, 300, 16)}
     for seed, lengths in enumerate((APPEND, DECODE, FIRST)):
         inputs = pool.plan(lengths, seed)
         rows = min(rows for rows in graphs if rows >= sum(lengths.qo))
@@ -337,25 +318,12 @@ def test_a_plan_under_capture_is_refused(backend):
     pool.run()
     torch.cuda.synchronize()
     other = pool.batch(DECODE)
-    with (
-        pytest.raises(RuntimeError, match="being captured"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        runner.plan(pool.wrapper, other)
+    with pytest.raises(RuntimeError, match="being captured"):
+        captured(lambda: runner.plan(pool.wrapper, other))
     torch.cuda.synchronize()
     pool.poison()
     pool.run()
     pool.check(inputs)
-
-
-@contextlib.contextmanager
-def no_waits():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @on_every_backend

@@ -11,87 +11,74 @@ import prepass_policy
 import pytest
 import torch
 import wrapper_options
-from backends import backends_and_cases, captured, on_every_backend
+from backends import (
+    GPU_BACKENDS,
+    assert_twenty_runs_are_equal,
+    captured,
+    check_run,
+    on_every_backend,
+    sleep,
+)
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
-from repetition import assert_twenty_runs_are_equal
 
 pytestmark = pytest.mark.gpu
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
 LENS = (300, 70, 1, 0, 9), (700, 1211, 513, 40, 0)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CONVERTED = {
+    "rope": {"position": Position.ROPE},
+    "e4m3": {"kv_dtype": E4M3},
+    "e5m2": {"kv_dtype": E5M2, "dtype": torch.float16},
+    "rope_e4m3": {"position": Position.ROPE, "kv_dtype": E4M3},
+    "e4m3_queries": {"dtype": E4M3},
+}
+LOADS = {"direct": {}, **CONVERTED}
+on_every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+
+# Whether row i keeps key j; delta: of the diagonal of causal.
+SHAPES = {
+    "causal": lambda i, j, delta, keys: j <= i + delta,
+    # Packed sequences that do not see each other.
+    "blocks": lambda i, j, delta, keys: (i + delta) // 96 == j // 96,
+    # Drafts after a prompt: each sees the prompt and its ancestors.
+    "tree": lambda i, j, delta, keys: (j < delta) | ((j <= i + delta) & ((i + delta - j) % 7 == 0)),
+    # Rows without a key beside others, and tiles without a key between others.
+    "stripes": lambda i, j, delta, keys: (i % 3 != 1) & (j // 200 % 2 == 1),
+    # The tiles that a loop from the last key meets first keep nothing.
+    "first_keys": lambda i, j, delta, keys: (j < 3) & (i >= 0),
+    # Each row sees a part of the keys: rows get their first one at different times.
+    "ladder": lambda i, j, delta, keys: j * 7 // max(keys, 1) == i % 7,
+    "nothing": lambda i, j, delta, keys: (j < 0) & (i < 0),
+    "everything": lambda i, j, delta, keys: (j >= 0) & (i >= 0),
+    "sparse": lambda i, j, delta, keys: (i * 40503 + j * 30011) % 977 == 0,
+    # Tiles of 48 keys that keep all or nothing, and larger ones that keep a part.
+    "every_other_tile": lambda i, j, delta, keys: (j // 48 % 2 == 1) & (i >= 0),
+    # Every other block of 64 rows keeps nothing.
+    "some_rows": lambda i, j, delta, keys: (i // 64 % 2 == 0) & (j > keys // 3),
+}
 
 
-def causal(i, j, delta, num_keys):
-    return j <= i + delta
-
-
-def blocks(i, j, delta, num_keys):
-    """Packed sequences that do not see each other."""
-    return (i + delta) // 96 == j // 96
-
-
-def tree(i, j, delta, num_keys):
-    """Drafts behind a prompt: each sees the prompt and its ancestors."""
-    return (j < delta) | ((j <= i + delta) & ((i + delta - j) % 7 == 0))
-
-
-def stripes(i, j, delta, num_keys):
-    """Rows without a key beside others, and tiles without a key between others."""
-    return (i % 3 != 1) & (j // 200 % 2 == 1)
-
-
-def first_keys(i, j, delta, num_keys):
-    """The tiles that a loop from the last key meets first keep nothing."""
-    return (j < 3) & (i >= 0)
-
-
-def ladder(i, j, delta, num_keys):
-    """Each row sees a part of the keys: rows get their first one at different times."""
-    return j * 7 // max(num_keys, 1) == i % 7
-
-
-def nothing(i, j, delta, num_keys):
-    return (j < 0) & (i < 0)
-
-
-def everything(i, j, delta, num_keys):
-    return (j >= 0) & (i >= 0)
-
-
-def sparse(i, j, delta, num_keys):
-    return (i * 40503 + j * 30011) % 977 == 0
-
-
-def every_other_tile(i, j, delta, num_keys):
-    """Tiles of 48 keys that keep all or nothing, and larger ones that keep a part."""
-    return (j // 48 % 2 == 1) & (i >= 0)
-
-
-def some_rows(i, j, delta, num_keys):
-    """Every other block of 64 rows keeps nothing."""
-    return (i // 64 % 2 == 0) & (j > num_keys // 3)
-
-
-SHAPES = [causal, blocks, tree, stripes, first_keys, ladder, nothing, everything, sparse,
-          every_other_tile, some_rows]  # fmt: skip
-
-on_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-
-
-def shaped(case: Case, shape):
-    """The case's inputs with such a mask."""
-    inputs = build(case, device="cuda")
-    masks = []
+def shaped(case: Case, shape: str):
+    """Builds the case with a mask of this shape."""
+    inputs = build(dataclasses.replace(case, mask=MaskKind.CUSTOM), device="cuda")
+    inputs.masks = []
     for rows, keys in zip(case.qo_lens, case.kv_lens, strict=True):
         i = torch.arange(rows, device="cuda")[:, None]
         j = torch.arange(keys, device="cuda")[None, :]
-        masks.append(shape(i, j, keys - rows, keys))
-    inputs.masks = masks
-    inputs.custom_mask = torch.cat([mask.flatten() for mask in masks])
+        inputs.masks.append(SHAPES[shape](i, j, keys - rows, keys))
+    inputs.custom_mask = torch.cat([mask.flatten() for mask in inputs.masks])
     return inputs
 
 
-def masked_cases():
+def planned(case: Case, shape: str, backend: str):
+    """Plans without copies, so that kernels convert operands on load."""
+    inputs = shaped(case, shape)
+    with prepass_policy.forced("never"):
+        return runner.planned(inputs, backend=backend), inputs
+
+
+def direct_cases() -> Iterator[Case]:
     for dims, page_size in itertools.product(DIMS, (0, 1, 16, 48)):
         yield Case("shape", *LENS, 6, 2, *dims, page_size=page_size)
     # 300 heads of one group are more than a tile has rows.
@@ -112,56 +99,14 @@ def masked_cases():
         yield Case("logits", *LENS, 6, 2, *dims, **how)
 
 
-MASKED = [dataclasses.replace(case, mask=MaskKind.CUSTOM) for case in masked_cases()]
-
-
-@on_every_shape
-@pytest.mark.parametrize(("backend", "case"), backends_and_cases(MASKED))
-def test_shapes(backend, case, shape):
-    runner.check(shaped(case, shape), backend=backend)
-
-
-@on_every_backend
-def test_twenty_runs_are_equal(backend):
-    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
-    inputs = shaped(case, ladder)
-    wrapper = runner.planned(inputs, backend=backend)
-    assert_twenty_runs_are_equal(wrapper, inputs)
-
-
-@on_every_backend
-@pytest.mark.sanitizer
-@pytest.mark.parametrize("page_size", [0, 1, 16])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_more_tiles_than_slots(backend, dims, page_size):
-    """Each CTA's pipelines of items and tiles go round."""
-    lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
-    case = Case("items", *lens, 64, 64, *dims, page_size=page_size, mask=MaskKind.CUSTOM)
-    runner.check(shaped(case, sparse), backend=backend)
-
-
-# --- operands that are converted on load -----------------------------------------
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LOADS = {
-    "rope": {"position": Position.ROPE},
-    "e4m3": {"kv_dtype": E4M3},
-    "e5m2": {"kv_dtype": E5M2, "dtype": torch.float16},
-    "rope_e4m3": {"position": Position.ROPE, "kv_dtype": E4M3},
-    "e4m3_queries": {"dtype": E4M3},
-}
-
-on_every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-
-
 def drawn(count: int, seed: int, **axes) -> Iterator[tuple]:
-    """`count` of all combinations of shapes, loads and `axes`: thousands together."""
-    every = itertools.product(SHAPES, LOADS.values(), *axes.values())
+    """Draws from all combinations of shapes, operands and `axes`: thousands together."""
+    every = itertools.product(SHAPES, CONVERTED.values(), *axes.values())
     for shape, load, *values in random.Random(seed).sample(list(every), count):
         yield shape, load, dict(zip(axes, values, strict=True))
 
 
-def converted_cases() -> Iterator[tuple]:
+def converted_cases() -> Iterator[tuple[str, Case]]:
     for shape, load, how in drawn(150, 1, page_size=[0, 1, 16], dims=DIMS):
         yield shape, Case("shape", *LENS, 6, 2, *how["dims"], page_size=how["page_size"], **load)
     # Chunks of which a mask leaves nothing; (80, 48) is padded.
@@ -180,53 +125,47 @@ def converted_cases() -> Iterator[tuple]:
         yield shape, Case("logits", *LENS, 6, 2, how.pop("head_dim"), **how)
 
 
-def check_without_copies(case: Case, shape, backend: str) -> None:
-    inputs = shaped(dataclasses.replace(case, mask=MaskKind.CUSTOM), shape)
-    with prepass_policy.forced("never"):
-        runner.check(inputs, backend=backend)
+SHAPED = [*itertools.product(SHAPES, direct_cases()), *converted_cases()]
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape", "case"),
+    [
+        pytest.param(backend, shape, case, id=f"{backend}-{shape}-{case.id}")
+        for shape, case in SHAPED
+        for backend in GPU_BACKENDS
+    ],
+)
+def test_shapes(backend, shape, case):
+    check_run(*planned(case, shape, backend))
 
 
 @on_every_backend
-@pytest.mark.parametrize(
-    ("shape", "case"),
-    list(converted_cases()),
-    ids=lambda part: getattr(part, "id", None) or part.__name__,
-)
-def test_shapes_over_converted_operands(backend, case, shape):
-    check_without_copies(case, shape, backend)
+@on_every_load
+def test_twenty_runs_are_equal(backend, load):
+    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, **load)
+    assert_twenty_runs_are_equal(*planned(case, "ladder", backend))
 
 
 @on_every_backend
 @on_every_load
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("shape", [sparse, every_other_tile], ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize(
+    ("shape", "page_size"), [("sparse", 0), ("sparse", 1), ("every_other_tile", 16)]
+)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_more_tiles_than_slots_over_converted_operands(backend, dims, shape, load):
+def test_more_tiles_than_slots(backend, dims, shape, page_size, load):
     """Each CTA's pipelines of items and tiles go round, in items of one tile, too."""
     lens = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 1260, 97)
-    check_without_copies(Case("items", *lens, 64, 64, *dims, page_size=1, **load), shape, backend)
+    case = Case("items", *lens, 64, 64, *dims, page_size=page_size, **load)
+    check_run(*planned(case, shape, backend))
 
 
 @on_every_backend
-@on_every_load
-def test_twenty_runs_over_converted_operands_are_equal(backend, load):
-    case = Case("repeat", *LENS, 8, 2, 128, page_size=16, mask=MaskKind.CUSTOM, **load)
-    inputs = shaped(case, ladder)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    with prepass_policy.forced("never"):
-        runner.plan(wrapper, inputs)
-    assert_twenty_runs_are_equal(wrapper, inputs)
-
-
-@on_every_backend
-@on_every_load
-def test_masks_need_no_room_for_copies(backend, load):
-    """A prefill that copies would make faster, with a workspace that does not hold them."""
-    how = {"mask": MaskKind.CUSTOM, "page_size": 16, **load}
-    inputs = shaped(Case("room", (3000,), (6133,), 8, 8, 128, **how), causal)
-    wrapper = runner.planned(inputs, backend=backend, size=8 << 20)
-    assert "prepass+" not in wrapper.variant
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_single(backend, shape):
+    inputs = shaped(Case("single", (333,), (1111,), 6, 2, 128), shape)
+    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
 
 
 # --- where masks come from and when ----------------------------------------------
@@ -237,63 +176,53 @@ def test_plan_on_one_stream_and_run_on_another(backend):
     """plan()'s analysis of the mask is complete when a run on another stream begins."""
     case = Case("streams", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-    for shape in (blocks, stripes, causal, nothing, everything):
+    for shape in ("blocks", "stripes", "causal", "nothing", "everything"):
         inputs = shaped(case, shape)
         torch.cuda.synchronize()
-        planning, running = torch.cuda.Stream(), torch.cuda.Stream()
-        with torch.cuda.stream(planning):
-            torch.cuda._sleep(20_000_000)
+        running = torch.cuda.Stream()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sleep(10)
             runner.plan(wrapper, inputs)
         with torch.cuda.stream(running):
-            out, lse = runner.run(wrapper, inputs)
+            result = runner.run(wrapper, inputs)
         running.synchronize()
-        runner.compare(inputs, out, lse).check()
+        runner.compare(inputs, *result).check()
 
 
 @on_every_backend
 def test_later_options_have_the_same_mask(backend):
     """Another variant of the plan, first asked for by a run."""
-    case = Case("later", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
-    inputs = shaped(case, blocks)
-    wrapper = runner.planned(inputs, backend=backend)
-    inputs.case = dataclasses.replace(case, window_left=50)
+    case = Case("later", *LENS, 6, 2, 128, page_size=16)
+    wrapper, inputs = planned(case, "blocks", backend)
+    inputs.case = dataclasses.replace(inputs.case, window_left=50)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        out, lse = runner.run(wrapper, inputs, window_left=50)
+        result = runner.run(wrapper, inputs, window_left=50)
     torch.cuda.synchronize()
-    runner.compare(inputs, out, lse).check()
+    runner.compare(inputs, *result).check()
 
 
 @on_every_backend
-@on_every_shape
-def test_single(backend, shape):
-    case = Case("single", (333,), (1111,), 6, 2, 128, mask=MaskKind.CUSTOM)
-    inputs = shaped(case, shape)
-    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
-
-
-@on_every_backend
-@pytest.mark.parametrize("load", ["direct", *LOADS])
+@on_every_load
 def test_masks_of_a_graph(backend, load):
     """Between replays the mask changes by a plan, and by the caller in its buffer."""
-    case = Case("graph", (70, 1, 0, 40), (300, 77, 9, 700), 6, 2, 128, mask=MaskKind.CUSTOM)
-    case = dataclasses.replace(case, page_size=16, **LOADS.get(load, {}))
-    inputs = shaped(case, everything)
+    case = Case("graph", (70, 1, 0, 40), (300, 77, 9, 700), 6, 2, 128, page_size=16, **load)
+    inputs = shaped(case, "everything")
     buffers = wrapper_options.graph_options(inputs)
-    wrapper = runner.make_wrapper(case, backend=backend, device="cuda", **buffers)
+    wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda", **buffers)
     runner.plan(wrapper, inputs)
     runner.run(wrapper, inputs)
-    graph, (out, lse) = captured(lambda: runner.run(wrapper, inputs))
+    graph, result = captured(lambda: runner.run(wrapper, inputs))
     for shape in SHAPES:
         changed = shaped(case, shape)
         inputs.masks, inputs.custom_mask = changed.masks, changed.custom_mask
         runner.plan(wrapper, inputs)
         graph.replay()
-        runner.compare(inputs, out, lse).check()
+        runner.compare(inputs, *result).check()
     for shape in SHAPES:
         inputs.masks = shaped(case, shape).masks
         bits = [preflash.packbits(mask.flatten(), bitorder="little") for mask in inputs.masks]
         bits = torch.cat(bits)
         buffers["custom_mask_buf"][: bits.numel()].copy_(bits)
         graph.replay()
-        runner.compare(inputs, out, lse).check()
+        runner.compare(inputs, *result).check()

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from backends import assert_twenty_runs_are_equal, check_run
 from preflash import _core
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, reference, runner
 from preflash.testing.case import Garbage
-from repetition import assert_twenty_runs_are_equal
 from require_variant import why_no_fa3
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def fa3() -> str:
 
 
 def planned(case, **overrides):
-    """By products of 8 bits: what another kernel computes proves nothing here."""
+    """Plans, and requires products of 8 bits: another kernel's result proves nothing here."""
     inputs = build(case, device="cuda")
     wrapper = runner.planned(inputs, backend="fa3", **overrides)
     native = f"sm90_e4m3_d{64 if case.head_dim <= 64 else 128}"
@@ -38,17 +38,12 @@ def planned(case, **overrides):
     return wrapper, inputs
 
 
-def check(case, **options):
-    wrapper, inputs = planned(case)
-    runner.compare(inputs, *runner.run(wrapper, inputs, **options)).check()
-
-
 def changed(**changes) -> Case:
     return dataclasses.replace(BASE, **changes)
 
 
 def every(**axes) -> Iterator[dict]:
-    """All combinations of the values of each axis."""
+    """Yields all combinations of the values of each axis."""
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
 
@@ -60,7 +55,7 @@ def every(**axes) -> Iterator[dict]:
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128])
 @pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 64, 128, 256])
 def test_storage(head_dim, page_size):
-    check(changed(head_dim=head_dim, page_size=page_size))
+    check_run(*planned(changed(head_dim=head_dim, page_size=page_size)))
 
 
 def native_cases() -> Iterator[Case]:
@@ -100,15 +95,15 @@ def native_cases() -> Iterator[Case]:
 
 @pytest.mark.parametrize("case", list(native_cases()), ids=lambda case: case.id)
 def test_numbers(case):
-    check(case)
+    check_run(*planned(case))
 
 
 @pytest.mark.parametrize("split", [128, 256, 1024])
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 def test_split_keys(split, page_size):
-    case = changed(qo_lens=(33, 40, 0, 18), kv_lens=(3000, 333, 5, 700), page_size=page_size)
-    runner.check(build(dataclasses.replace(case, fixed_split_size=split), device="cuda"),
-                 backend="fa3")  # fmt: skip
+    lens = {"qo_lens": (33, 40, 0, 18), "kv_lens": (3000, 333, 5, 700)}
+    case = changed(page_size=page_size, fixed_split_size=split, **lens)
+    runner.check(build(case, device="cuda"), backend="fa3")
 
 
 # --- outputs and scales ---------------------------------------------------------
@@ -122,43 +117,50 @@ def test_one_factor_for_a_tensor(factors, as_tensors):
     given = {"q_scale": q, "k_scale": k, "v_scale": v}
     if as_tensors:
         given = {name: torch.tensor([x], device="cuda") for name, x in given.items()}
-    out, lse = runner.run(wrapper, inputs, **given)
     pipeline = dataclasses.replace(inputs.pipeline, sm_scale=BASE.scale * q * k, out_scale=v)
-    runner.compare(inputs, out, lse, reference(inputs, pipeline=pipeline)).check()
+    check_run(wrapper, inputs, reference(inputs, pipeline=pipeline), **given)
 
 
 # --- P's range, and the sums over many keys --------------------------------------
+
+# Logits are the first column of the keys.
+FIRST_COLUMN = {"num_qo_heads": 1, "num_kv_heads": 1, "sm_scale": 1.0}
+
+
+def one_request(qo_len: int, kv_len: int, **changes) -> Case:
+    lens = {"qo_lens": (qo_len,), "kv_lens": (kv_len,)}
+    return changed(mask=FULL, disable_split_kv=True, **lens, **changes)
+
+
+def set_queries(inputs, value: float) -> None:
+    """Sets the first column of the queries, and the others to 0."""
+    q = torch.zeros(inputs.q.shape)
+    q[..., 0] = value
+    inputs.q.copy_(q)
 
 
 @pytest.mark.parametrize("step", [0.5, 2.0, 8.0, 40.0])
 @pytest.mark.parametrize("rising", [True, False])
 def test_maxima_that_move(step, rising):
     """Logits that rise or fall by `step` (base e) from tile to tile: P never saturates."""
-    case = changed(qo_lens=(130,), kv_lens=(1300,), mask=FULL, num_qo_heads=1, num_kv_heads=1,
-                   sm_scale=1.0, disable_split_kv=True)  # fmt: skip
-    wrapper, inputs = planned(case)
-    q = torch.zeros(inputs.q.shape)
-    q[..., 0] = 1.0
-    inputs.q.copy_(q)
+    wrapper, inputs = planned(one_request(130, 1300, **FIRST_COLUMN))
+    set_queries(inputs, 1.0)
     tile = torch.arange(1300) // 128
     tile = tile.max() - tile if rising else tile  # the last tile comes first
     inputs.k[:1300, 0, 0].copy_(step * tile)
     expected = reference(inputs)
     # One product alone is exact.
     expected.product_bound.zero_()
-    runner.compare(inputs, *runner.run(wrapper, inputs), expected).check()
+    check_run(wrapper, inputs, expected)
 
 
 @pytest.mark.parametrize("kv_len", [500, 513, 2048, 9000])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_equal_logits(kv_len, head_dim):
     """Every weight is equal, so that O is the mean of V: no weight may saturate or vanish."""
-    case = changed(qo_lens=(70,), kv_lens=(kv_len,), mask=FULL, head_dim=head_dim,
-                   disable_split_kv=True)  # fmt: skip
-    wrapper, inputs = planned(case)
-    inputs.q.copy_(torch.zeros(inputs.q.shape))
-    out, lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, out, lse).check()
+    wrapper, inputs = planned(one_request(70, kv_len, head_dim=head_dim))
+    set_queries(inputs, 0.0)
+    _, lse = check_run(wrapper, inputs)
     # float32 adds powers of 2 up: the LSE has none of the errors of P.
     assert (lse - math.log2(kv_len)).abs().max() < 1e-4
 
@@ -167,15 +169,12 @@ def test_equal_logits(kv_len, head_dim):
 def test_outlier_channels(kv_len):
     """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
     eight tiles 40000 keys lose 40 % of them."""
-    case = changed(qo_lens=(64,), kv_lens=(kv_len,), mask=FULL, num_qo_heads=2, num_kv_heads=1,
-                   disable_split_kv=True)  # fmt: skip
-    wrapper, inputs = planned(case)
+    wrapper, inputs = planned(one_request(64, kv_len, num_qo_heads=2, num_kv_heads=1))
     values = torch.randn(inputs.v[:kv_len].shape, device="cuda") * 0.3
     values[..., ::7] += 6.0
     inputs.v[:kv_len].copy_(values)
-    out, lse = runner.run(wrapper, inputs)
     expected = reference(inputs)
-    runner.compare(inputs, out, lse, expected).check()
+    out, _ = check_run(wrapper, inputs, expected)
     outliers = out.double()[..., ::7] / expected.out[..., ::7]
     # bfloat16's roundoff, the bias of a sum, and weights that round alike.
     assert (outliers - 1).abs().mean() < 2.0**-9 + 0.044
@@ -188,20 +187,15 @@ def test_one_large_logit(kv_len, logit, key):
     """Weights far below the largest one count: together they may outweigh it. References that stay
     where the large one is lose half of the output at 131072 keys; those that follow by sums of
     another reference lose a tenth at 2300."""
-    case = changed(qo_lens=(40,), kv_lens=(kv_len,), mask=FULL, num_qo_heads=1, num_kv_heads=1,
-                   sm_scale=1.0, disable_split_kv=True)  # fmt: skip
-    wrapper, inputs = planned(case)
-    q = torch.zeros(inputs.q.shape)
-    q[..., 0] = 1.0
-    inputs.q.copy_(q)
+    wrapper, inputs = planned(one_request(40, kv_len, **FIRST_COLUMN))
+    set_queries(inputs, 1.0)
     logits = torch.randn(kv_len)
     logits[max(key, -kv_len)] = logit
     inputs.k[:kv_len].copy_(torch.zeros(inputs.k[:kv_len].shape))
     inputs.k[:kv_len, 0, 0].copy_(logits)
     inputs.v[:kv_len].copy_(torch.randn(inputs.v[:kv_len].shape) * 0.3 + 3.0)
-    out, lse = runner.run(wrapper, inputs)
     expected = reference(inputs)
-    runner.compare(inputs, out, lse, expected).check()
+    out, _ = check_run(wrapper, inputs, expected)
     errors = out.double() / expected.out.to(out.device) - 1
     # bfloat16's roundoff and the bias of a sum, as of equal weights.
     assert errors.abs().max() < 2.0**-8 + 0.044
@@ -226,7 +220,7 @@ def test_the_rest_is_converted(changes):
     inputs = build(case, device="cuda")
     wrapper = runner.planned(inputs, backend="fa3")
     assert "e4m3" not in wrapper.variant
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(wrapper, inputs)
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 16])

@@ -5,28 +5,25 @@ import math
 import preflash
 import pytest
 import torch
+from backends import sleep
 from preflash.testing import oracle
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])
-@pytest.mark.parametrize("n", [1, 8, 1000, 1 << 20, (1 << 25) + 3])
-def test_packbits_equals_the_cpu(n, bitorder):
-    x = torch.rand(n) < 0.5
-    assert torch.equal(preflash.packbits(x.cuda(), bitorder).cpu(), preflash.packbits(x, bitorder))
-
-
-@pytest.mark.parametrize("bitorder", ["big", "little"])
-def test_segment_packbits_equals_the_cpu(bitorder):
+def test_packbits_equals_the_cpu(bitorder):
+    for n in (1, 8, 1000, 1 << 20, (1 << 25) + 3):
+        x = torch.rand(n) < 0.5
+        packed = preflash.packbits(x.cuda(), bitorder).cpu()
+        assert torch.equal(packed, preflash.packbits(x, bitorder)), n
     lengths = torch.randint(0, 3000, (500,))
     lengths[::7] = 0
     indptr = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
     x = torch.rand(int(indptr[-1])) < 0.5
     got = preflash.segment_packbits(x.cuda(), indptr.cuda(), bitorder)
     expected = preflash.segment_packbits(x, indptr, bitorder)
-    assert torch.equal(got[0].cpu(), expected[0])
-    assert torch.equal(got[1].cpu(), expected[1])
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(got, expected, strict=True))
 
 
 @pytest.mark.sanitizer
@@ -51,7 +48,7 @@ def test_merge_runs_on_the_current_stream():
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
+        sleep(10)
         v.copy_(good)
         out, lse = preflash.merge_state(v, s, v, s)
     side.synchronize()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from backends import on_every_backend
 from preflash.testing import runner
+from preflash.testing.inputs import indptr
 
 pytestmark = pytest.mark.gpu
 
@@ -16,13 +17,9 @@ QO_LENS, KV_LENS = (4096, 1000), (16384, 8192)
 NUM_HEADS, NUM_KV_HEADS = 16, 4
 
 
-def indptr(lengths):
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-
-def peaked(backend, head_dim, dtype=torch.bfloat16):
-    """A planned wrapper and its tensors: of each request, keys from 2048 to 6144 have logits 20
-    below the others."""
+def peaked(backend, head_dim):
+    """Returns a planned wrapper and its tensors. Of each request, keys from 2048 to 6144 have
+    logits 20 below the others."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(n, heads, head_dim, device="cuda", generator=generator).mul(0.1)
@@ -31,12 +28,12 @@ def peaked(backend, head_dim, dtype=torch.bfloat16):
     q[..., 0], k[..., 0] = 4.0, 0.0
     for begin in (0, KV_LENS[0]):
         k[begin + 2048 : begin + 6144, :, 0] = -5.0
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     buffer = runner.workspace("cuda")
     wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(buffer, backend=backend)
     wrapper.plan(
         indptr(QO_LENS), indptr(KV_LENS), NUM_HEADS, NUM_KV_HEADS, head_dim, causal=True,
-        sm_scale=1.0, q_data_type=dtype, disable_split_kv=True,
+        sm_scale=1.0, q_data_type=q.dtype, disable_split_kv=True,
     )  # fmt: skip
     return wrapper, q, k, v
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import preflash
@@ -15,6 +16,7 @@ from preflash.testing.inputs import build
 from require_variant import why_no_fa3
 
 FA3 = {"backend": "fa3"}
+HALF, BFLOAT = torch.float16, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,7 @@ def capped_by_hardware(monkeypatch):
 
 
 def logits_of_keys(logits, cap, head_dim=128):
-    """Logits as fa3 computes them: LSE of rows with one key each, in natural logarithms."""
+    """Returns logits as fa3 computes them: LSE of rows with one key each, in natural logarithms."""
     count = len(logits)
     q = torch.zeros(count, 1, head_dim, dtype=torch.float16, device="cuda")
     k = torch.zeros(count, 1, head_dim, dtype=torch.float16, device="cuda")
@@ -68,14 +70,7 @@ LENGTHS = {"qo_lens": (130, 1, 0, 257), "kv_lens": (700, 300, 5, 1111)}
 @pytest.mark.parametrize("cap", [5.0, 30.0, 50.0])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [
-        (64, torch.float16),
-        (64, torch.bfloat16),
-        (128, torch.float16),
-        (128, torch.bfloat16),
-        (256, torch.bfloat16),
-        (512, torch.float16),
-    ],
+    [*itertools.product((64, 128), (HALF, BFLOAT)), (256, BFLOAT), (512, HALF)],
 )
 def test_outputs(head_dim, dtype, cap, scale):
     case = Case("cap", *LENGTHS.values(), 8, 2, head_dim, dtype=dtype, mask=MaskKind.CAUSAL,
@@ -114,7 +109,7 @@ def test_nan_of_a_key(head_dim):
         {"fixed_split_size": 128},
         {"sm_scale": -0.3},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 def test_beside_other_options(more):
     given = {"mask": MaskKind.CAUSAL, "soft_cap": 30.0, "sm_scale": 0.5, "dtype": torch.bfloat16}

@@ -8,86 +8,56 @@ import gc
 import preflash
 import pytest
 import torch
-from backends import captured, on_every_backend, planned, poisoned
-from preflash.testing import Case, KvForm, MaskKind, build, compare, reference, runner
-from repetition import assert_twenty_runs_are_equal
+from backends import (
+    assert_twenty_runs_are_equal,
+    check_run,
+    no_waits,
+    on_every_backend,
+    planned,
+    poisoned,
+    sleep,
+)
+from far_memory import move_pages
+from preflash.testing import Case, MaskKind, build, compare, reference, runner
 
 pytestmark = pytest.mark.gpu
 
-CASE = Case(
-    "stream", (33, 5, 0, 170), (400, 90, 7, 170), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL
-)
+CAUSAL = {"mask": MaskKind.CAUSAL}
+CASE = Case("stream", (33, 5, 0, 170), (400, 90, 7, 170), 8, 2, 128, page_size=16, **CAUSAL)
 SPLIT = dataclasses.replace(CASE, name="split", fixed_split_size=64)
 RAGGED = dataclasses.replace(CASE, name="ragged", page_size=0)
 MASKED = dataclasses.replace(CASE, name="masked", mask=MaskKind.CUSTOM)
 # So many pages that their indices go to the device by themselves.
 LISTED = dataclasses.replace(CASE, name="listed", page_size=1, kv_lens=(9000, 8000, 7, 170))
+REPEATED = Case("long", (1, 7, 130, 1), (9000, 4000, 2500, 0), 7, 1, 128, page_size=16, **CAUSAL)
 
 
-def sleep(milliseconds: int = 50) -> None:
-    """Occupies the current stream for about that time: a plan takes long where other tests share
-    the machine."""
-    torch.cuda._sleep(milliseconds * 2_000_000)
+def by_name(*cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-REPEATED = Case("long", (1, 7, 130, 1), (9000, 4000, 2500, 0), 7, 1, 128, page_size=16)
-REPEATED = dataclasses.replace(REPEATED, mask=MaskKind.CAUSAL)
+# --- bits --------------------------------------------------------------------
 
 
 @on_every_backend
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(CASE, SPLIT, RAGGED, REPEATED),
-        dataclasses.replace(REPEATED, name="fixed", fixed_split_size=128),
-        dataclasses.replace(REPEATED, name="whole", disable_split_kv=True),
-    ],
-    ids=lambda case: case.name,
+@by_name(
+    *(CASE, SPLIT, RAGGED, REPEATED),
+    dataclasses.replace(REPEATED, name="fixed", fixed_split_size=128),
+    dataclasses.replace(REPEATED, name="whole", disable_split_kv=True),
 )
-def test_twenty_runs_are_bitwise_equal(backend, case):
+def test_runs_and_wrappers_repeat_their_bits(backend, case):
     wrapper, inputs = planned(case, backend)
-    assert_twenty_runs_are_equal(wrapper, inputs)
-
-
-@on_every_backend
-def test_automatic_split_is_bitwise_repeatable(backend):
-    case = Case("auto", (1, 2, 1), (9000, 70, 4000), 8, 1, 128, page_size=16, mask=MaskKind.CAUSAL)
-    inputs = build(case, device="cuda")
-    results = []
-    for _ in range(5):
-        wrapper = runner.planned(inputs, backend=backend)
-        results.append(runner.run(wrapper, inputs))
-    runner.compare(inputs, *results[0]).check()
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(lse, results[0][1])
-
-
-@on_every_backend
-@pytest.mark.parametrize("policy", [{"fixed_split_size": 256}, {"disable_split_kv": True}], ids=str)
-def test_a_request_does_not_see_its_company(backend, policy):
-    wrapper, inputs = planned(CASE, backend, **policy)
-    together = runner.run(wrapper, inputs)
-    begin = 0
-    for i, (qo_len, kv_len) in enumerate(zip(CASE.qo_lens, CASE.kv_lens, strict=True)):
-        one_case = dataclasses.replace(CASE, qo_lens=(qo_len,), kv_lens=(kv_len,))
-        one = build(one_case, device="cuda")
-        one.q = inputs.q[begin : begin + qo_len]
-        one.cache = inputs.cache
-        one.indices = torch.tensor(inputs.page_table[i], dtype=torch.int32, device="cuda")
-        runner.plan(wrapper, one, **policy)
-        alone = runner.run(wrapper, one)
-        assert torch.equal(alone[0], together[0][begin : begin + qo_len])
-        assert torch.equal(alone[1], together[1][begin : begin + qo_len])
-        begin += qo_len
+    first = assert_twenty_runs_are_equal(wrapper, inputs)
+    another = runner.planned(inputs, backend=backend)
+    assert all(map(torch.equal, runner.run(another, inputs), first))
 
 
 def alone_and_followed(backend, q, k, v, **options):
     """Plans the first half of q, k and v as the whole batch, and as the first request of two.
-    Returns the number of its tokens, and for either batch a function that runs it."""
+    Returns a function that runs both and compares the bits of the first half."""
     tokens, keys = len(q) // 2, len(k) // 2
 
-    def planned(batch_size):
+    def run_of(batch_size):
         wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
             runner.workspace("cuda", 1 << 20), backend=backend
         )
@@ -99,12 +69,13 @@ def alone_and_followed(backend, q, k, v, **options):
         own = (q[: batch_size * tokens], k[: batch_size * keys], v[: batch_size * keys])
         return functools.partial(wrapper.run, *own, return_lse=True)
 
-    return tokens, planned(1), planned(2)
+    alone, followed = run_of(1), run_of(2)
 
+    def check(**run_options):
+        pairs = zip(alone(**run_options), followed(**run_options), strict=True)
+        assert all(torch.equal(expected, got[:tokens]) for expected, got in pairs)
 
-def check_same_bits(tokens, alone, followed):
-    for expected, got in zip(alone, followed, strict=True):
-        assert torch.equal(expected, got[:tokens])
+    return check
 
 
 @on_every_backend
@@ -118,12 +89,9 @@ def test_a_soft_cap_does_not_see_the_next_request(backend, fraction):
     k = torch.zeros(600, 1, 64, dtype=torch.float16, device="cuda")
     q[:half, :, 0], q[half:, :, 0], k[:300:7, :, 0] = 1.0, 100.0, score
     scale = torch.tensor(fraction * cap / score)
-    tokens, alone, followed = alone_and_followed(
-        backend, q, k, torch.randn_like(k), logits_soft_cap=cap
-    )
+    check = alone_and_followed(backend, q, k, torch.randn_like(k), logits_soft_cap=cap)
     for step in (-1e5, -1e3, *range(-8, 24), 1e3, 1e5):
-        q_scale = float(scale * (1.0 + step * 2.0**-24))
-        check_same_bits(tokens, alone(q_scale=q_scale), followed(q_scale=q_scale))
+        check(q_scale=float(scale * (1.0 + step * 2.0**-24)))
 
 
 @on_every_backend
@@ -135,43 +103,10 @@ def test_a_bias_does_not_see_the_next_request(backend):
     k = torch.zeros(2 * keys, heads, 128, dtype=torch.bfloat16, device="cuda")
     v = torch.zeros_like(k)
     q[half:, :, 0], k[: keys // 2, :, 0], v[: keys * 2 // 3] = 100.0, 64.0, 1.0
-    tokens, alone, followed = alone_and_followed(backend, q, k, v, pos_encoding_mode="ALIBI")
-    check_same_bits(tokens, alone(), followed())
+    alone_and_followed(backend, q, k, v, pos_encoding_mode="ALIBI")()
 
 
-@on_every_backend
-@pytest.mark.parametrize("policy", [{"fixed_split_size": 128}, {"disable_split_kv": True}], ids=str)
-@pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["plain", "capped"])
-@pytest.mark.parametrize("window_left", [-1, 150])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_short_requests_have_the_same_bits_in_every_tile_class(
-    backend, head_dim, window_left, soft_cap, policy
-):
-    """Alone they fit a short tile, beside a long request they get a tall one."""
-    short = ((1, 7, 16, 0), (2000, 333, 16, 50))
-    options = {"page_size": 16, "mask": MaskKind.CAUSAL, "soft_cap": soft_cap,
-               "window_left": window_left, "dtype": torch.bfloat16}  # fmt: skip
-    alone = Case("alone", *short, 8, 2, head_dim, **options)
-    beside = Case("beside", (*short[0], 300), (*short[1], 700), 8, 2, head_dim, **options)
-    wrapper, inputs = planned(beside, backend, **policy)
-    tall, tall_lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, tall, tall_lse).check()
-    tall_variant = wrapper.variant
-    tokens = sum(short[0])
-    few = dataclasses.replace(
-        inputs,
-        case=alone,
-        q=inputs.q[:tokens],
-        qo_indptr=inputs.qo_indptr[:-1],
-        kv_indptr=inputs.kv_indptr[:-1],
-        last_page_len=inputs.last_page_len[:-1],
-    )
-    runner.plan(wrapper, few, **policy)
-    out, lse = runner.run(wrapper, few)
-    if backend == "fa2":
-        assert ("decode" in tall_variant, "decode" in wrapper.variant) == (False, True)
-    assert torch.equal(out, tall[:tokens])
-    assert torch.equal(lse, tall_lse[:tokens])
+# --- streams and uploads -----------------------------------------------------
 
 
 @on_every_backend
@@ -188,28 +123,9 @@ def test_work_is_ordered_on_the_current_stream(backend):
         sleep()
         inputs.q.copy_(late)
         runner.plan(wrapper, inputs)
-        out, lse = runner.run(wrapper, inputs)
-        copy = out.clone(), lse.clone()
+        result = [part.clone() for part in runner.run(wrapper, inputs)]
     side.synchronize()
-    runner.compare(inputs, *copy, expected=expected).check()
-
-
-@on_every_backend
-def test_two_streams_with_a_wrapper_each(backend):
-    jobs = []
-    for seed, case in enumerate((CASE, SPLIT, RAGGED) * 2):
-        inputs = build(case, device="cuda", seed=seed)
-        wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
-        jobs.append((torch.cuda.Stream(), wrapper, inputs, reference(inputs)))
-    torch.cuda.synchronize()
-    results = []
-    for stream, wrapper, inputs, _ in jobs:
-        with torch.cuda.stream(stream):
-            runner.plan(wrapper, inputs)
-            results.append(runner.run(wrapper, inputs))
-    torch.cuda.synchronize()
-    for (_, _, inputs, expected), (out, lse) in zip(jobs, results, strict=True):
-        runner.compare(inputs, out, lse, expected=expected).check()
+    runner.compare(inputs, *result, expected=expected).check()
 
 
 LENGTHS = [
@@ -240,8 +156,8 @@ def test_plans_back_to_back_do_not_overwrite_each_other(backend, cases, arrays):
         if inputs.custom_mask is not None:
             inputs.custom_mask.zero_()
     torch.cuda.synchronize()
-    for inputs, expected, (out, lse) in zip(made, all_expected, results, strict=True):
-        runner.compare(inputs, out, lse, expected=expected).check()
+    for inputs, expected, result in zip(made, all_expected, results, strict=True):
+        runner.compare(inputs, *result, expected=expected).check()
 
 
 @on_every_backend
@@ -257,7 +173,7 @@ def test_long_page_lists_back_to_back(backend):
     expected = []
     for inputs in made:
         runner.plan(wrapper, inputs)
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        check_run(wrapper, inputs)
         expected.append([wrapper.run(inputs.q, inputs.cache, window_left=w) for w in (-1, 500)])
     torch.cuda.synchronize()
     busy, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -274,60 +190,41 @@ def test_long_page_lists_back_to_back(backend):
             results.append([whole, wrapper.run(inputs.q, inputs.cache, window_left=500)])
     torch.cuda.synchronize()
     for got, wanted in zip(results, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-@pytest.fixture
-def no_sync():
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+        assert all(map(torch.equal, got, wanted))
 
 
 @on_every_backend
-@pytest.mark.parametrize("case", [CASE, SPLIT, RAGGED], ids=lambda case: case.name)
-def test_host_indptr_costs_no_sync(backend, case, request):
-    """Lengths on the host, indices on the GPU: neither plan nor run waits for the device."""
-    inputs = build(case, device="cuda", index_device="cpu")
+@pytest.mark.parametrize("plans", [True, False], ids=["plan and run", "run"])
+@by_name(CASE, SPLIT, RAGGED)
+def test_the_host_does_not_wait(backend, case, plans):
+    """Lengths on the host, indices on the GPU: neither plan nor run waits for the device; nor does
+    the run of a plan that read lengths on the GPU."""
+    inputs = build(case, device="cuda", index_device="cpu" if plans else "cuda")
     expected = reference(inputs)
-    for name in ("qo_indptr", "kv_indptr", "last_page_len"):
-        if (array := getattr(inputs, name)) is not None:
-            setattr(inputs, name, array.pin_memory())
-    if inputs.indices is not None:
-        inputs.indices = inputs.indices.cuda()
+    if plans:
+        for name in ("qo_indptr", "kv_indptr", "last_page_len"):
+            if (array := getattr(inputs, name)) is not None:
+                setattr(inputs, name, array.pin_memory())
+        if inputs.indices is not None:
+            inputs.indices = inputs.indices.cuda()
     wrapper = runner.planned(inputs, backend=backend)
     outputs = poisoned(inputs)
     # The first launch of a kernel loads it, which may wait.
     runner.run(wrapper, inputs, **outputs)
-    request.getfixturevalue("no_sync")
-
-    stream = torch.cuda.current_stream()
-    sleep()
-    runner.plan(wrapper, inputs, non_blocking=True)
-    result = runner.run(wrapper, inputs, **outputs)
-    # The device is still asleep: nobody has waited for it, in torch's ways or any other.
-    assert not stream.query()
-    torch.cuda.set_sync_debug_mode("default")
+    with no_waits():
+        sleep()
+        if plans:
+            runner.plan(wrapper, inputs, non_blocking=True)
+        result = runner.run(wrapper, inputs, **outputs)
+        # The device is still asleep: nobody has waited for it, in torch's ways or any other.
+        assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
     runner.compare(inputs, *result, expected=expected).check()
 
 
 @on_every_backend
-def test_run_costs_no_sync_with_device_indptr(backend, request):
-    wrapper, inputs = planned(CASE, backend)
-    runner.run(wrapper, inputs)
-    request.getfixturevalue("no_sync")
-    sleep()
-    result = runner.run(wrapper, inputs)
-    assert not torch.cuda.current_stream().query()
-    torch.cuda.set_sync_debug_mode("default")
-    runner.compare(inputs, *result).check()
-
-
-@on_every_backend
 @pytest.mark.parametrize("non_blocking", [False, True])
-@pytest.mark.parametrize("case", [CASE, SPLIT, MASKED, LISTED], ids=lambda case: case.name)
+@by_name(CASE, SPLIT, MASKED, LISTED)
 def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking):
     """The wait is on the device: the host does not wait, and the caller's arrays may change."""
     inputs = build(case, device="cuda", index_device="cpu")
@@ -361,52 +258,28 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
     runner.compare(inputs, *result, expected=expected).check()
 
 
-@on_every_backend
-def test_capture_on_another_stream_finds_the_upload(backend):
-    """A capture cannot wait for an event from outside: the upload is waited for beforehand."""
-    inputs = build(CASE, device="cuda", index_device="cpu")
-    wrapper = runner.planned(inputs, backend=backend)
-    out, lse = runner.run(wrapper, inputs)
-    torch.cuda.synchronize()
-    runner.plan(wrapper, inputs)
-    graph, _ = captured(lambda: runner.run(wrapper, inputs, out=out, lse=lse))
-    out.fill_(float("nan"))
-    lse.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    runner.compare(inputs, out, lse).check()
+# --- devices and addresses ---------------------------------------------------
 
 
 @on_every_backend
 def test_float32_is_refused_on_the_gpu(backend):
-    inputs = build(CASE.with_dtype(torch.float32), device="cuda")
-    wrapper = runner.make_wrapper(inputs.case, backend=backend, device="cuda")
     with pytest.raises((NotImplementedError, ValueError), match=r"float32|f32"):
-        runner.plan(wrapper, inputs)
+        planned(CASE.with_dtype(torch.float32), backend)
 
 
 @on_every_backend
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_offsets_over_2_31(backend, page_size):
     """A pool of more than 2^31 elements; the pages in use lie at its end."""
-    case = Case("huge", (9, 200), (130, 333), 4, 2, 128, page_size=page_size, mask=MaskKind.CAUSAL)
+    case = Case("huge", (9, 200), (130, 333), 4, 2, 128, page_size=page_size, **CAUSAL)
     inputs = build(case, device="cuda")
     page = page_size * 2 * 128
     pages = 2**31 // page + 1000
     if torch.cuda.mem_get_info()[0] < 5 * pages * page:
         pytest.skip("needs 11 GB of free GPU memory")
-    pools = [
-        torch.empty(pages, page_size, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"
-    ]
-    for pool in pools:
-        pool.fill_(float("nan"))
+    pool = functools.partial(torch.full, (pages, page_size, 2, 128), float("nan"), device="cuda")
     where = pages - 1 - torch.arange(inputs.k.shape[0], device="cuda")
-    for pool, small in zip(pools, (inputs.k, inputs.v), strict=True):
-        pool[where] = small
-    inputs.indices = where[inputs.indices.long()].int()
-    inputs.page_table = [[int(where[p]) for p in request] for request in inputs.page_table]
-    inputs.k, inputs.v = pools
-    inputs.cache = tuple(pools)
+    move_pages(inputs, [pool(dtype=torch.bfloat16) for _ in "kv"], where)
     runner.check(inputs, backend=backend)
 
 
@@ -416,7 +289,7 @@ def test_ragged_offsets_over_2_31(backend):
     tokens = 2**31 // (8 * 128) + 4000
     if torch.cuda.mem_get_info()[0] < 10 * tokens * 8 * 128:
         pytest.skip("needs 22 GB of free GPU memory")
-    case = Case("far", (1, 70), (1, 300), 8, 8, 128, mask=MaskKind.CAUSAL)
+    case = Case("far", (1, 70), (1, 300), 8, 8, 128, **CAUSAL)
     inputs = build(case, device="cuda")
     k, v = (torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
     k[-300:], v[-300:] = inputs.k[1:301], inputs.v[1:301]
@@ -425,14 +298,16 @@ def test_ragged_offsets_over_2_31(backend):
     indptrs = (torch.tensor(values, dtype=torch.int32) for values in indptrs)
     options = {"causal": True, "q_data_type": torch.bfloat16, "disable_split_kv": True}
     wrapper.plan(*indptrs, 8, 8, 128, **options)
-    out, lse = wrapper.run(inputs.q[1:], k, v, return_lse=True)
-    expected = reference(inputs).map(lambda rows: rows[1:])
-    compare(out, lse, expected).check()
+    result = wrapper.run(inputs.q[1:], k, v, return_lse=True)
+    compare(*result, reference(inputs).map(lambda rows: rows[1:])).check()
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @on_every_backend
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
+@needs_two_gpus
+@by_name(CASE, SPLIT)
 def test_the_current_device_may_be_another(backend, case):
     """Tensors on cuda:1 while cuda:0 is current; the current device stays what it was."""
     inputs = build(case, device="cuda:1")
@@ -442,43 +317,42 @@ def test_the_current_device_may_be_another(backend, case):
 
 
 @on_every_backend
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_tensors_on_two_gpus_are_refused(backend):
     inputs = build(RAGGED, device="cuda:0")
-    wrapper = runner.make_wrapper(RAGGED, backend=backend, device="cuda:0")
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend=backend)
     with pytest.raises(ValueError, match=r"\bk\b"):
         wrapper.run(inputs.q, inputs.k.to("cuda:1"), inputs.v)
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+    check_run(wrapper, inputs)
+
+
+# --- memory ------------------------------------------------------------------
 
 
 @on_every_backend
 @pytest.mark.sanitizer
-def test_the_end_of_the_allocation_is_not_passed(backend):
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_end_of_the_allocation_is_not_passed(backend, dim):
     """K, V and q end exactly where their memory ends; compute-sanitizer watches the rest."""
-    for dim in (64, 96, 128):
-        case = Case("end", (65,), (77,), 2, 1, dim, mask=MaskKind.CAUSAL, form=KvForm.SEPARATE)
-        inputs = build(case, device="cuda")
-        inputs.k, inputs.v = inputs.k[:77].clone(), inputs.v[:77].clone()
-        runner.check(inputs, backend=backend)
+    inputs = build(Case("end", (65,), (77,), 2, 1, dim, **CAUSAL), device="cuda")
+    inputs.k, inputs.v = inputs.k[:77].clone(), inputs.v[:77].clone()
+    runner.check(inputs, backend=backend)
 
 
 @on_every_backend
 @pytest.mark.sanitizer
 def test_outputs_are_written_and_nothing_else(backend):
     """Guard rows and columns around out and lse stay as they were."""
-    inputs = build(SPLIT, device="cuda")
+    wrapper, inputs = planned(SPLIT, backend)
     tokens = inputs.q.shape[0]
     out = torch.full((tokens + 4, 10, 160), 7.0, dtype=torch.bfloat16, device="cuda")
     lse = torch.full((tokens + 4, 10), 7.0, device="cuda")
-    wrapper = runner.planned(inputs, backend=backend)
-    view, lse_view = out[2:-2, 1:9, 16:144], lse[2:-2, 1:9]
-    runner.run(wrapper, inputs, out=view, lse=lse_view)
-    runner.compare(inputs, view, lse_view).check()
-    view.fill_(7.0)
-    lse_view.fill_(7.0)
-    assert bool((out == 7.0).all())
-    assert bool((lse == 7.0).all())
+    views = out[2:-2, 1:9, 16:144], lse[2:-2, 1:9]
+    runner.run(wrapper, inputs, out=views[0], lse=views[1])
+    runner.compare(inputs, *views).check()
+    for view, whole in zip(views, (out, lse), strict=True):
+        view.fill_(7.0)
+        assert bool((whole == 7.0).all())
 
 
 @on_every_backend

@@ -107,10 +107,32 @@ class Planned:
     def tile_rows_of(self, item) -> int:
         return rows_per_tile(self.segment_of(item))
 
-    def live_rows(self, item) -> int:
-        """Returns the rows of an item's or a merge's tile, without those past the request's end."""
+    def is_aligned(self, item) -> bool:
+        """Returns true if tiles of rows begin at fixed positions (plan.h, QueryGrid)."""
+        options = self.segment_of(item)
+        invariant = options.get("fixed_split_size") or options.get("disable_split_kv")
+        return bool(options.get("aligns_query_tiles") and invariant)
+
+    def tile_begin_of(self, item) -> int:
+        """Returns the first row of an item's or a merge's tile, which may be before the request."""
+        if not self.is_aligned(item):
+            return int(item["row_begin"])
+        request = self.requests[item["request"]]
+        first = (int(request["kv_len"]) - int(request["qo_len"])) * self.group_of(item)
+        return int(item["row_begin"]) - first % self.tile_rows_of(item)
+
+    def rows_of(self, item) -> range:
+        """Returns the request's rows in an item's or a merge's tile."""
+        begin = self.tile_begin_of(item)
         rows = int(self.requests[item["request"]]["qo_len"]) * self.group_of(item)
-        return min(self.tile_rows_of(item), rows - int(item["row_begin"]))
+        return range(max(begin, 0), min(begin + self.tile_rows_of(item), rows))
+
+    def partial_rows_of(self, item) -> int:
+        """Returns the partial rows of each chunk of an item's or a merge's tile."""
+        if not self.is_aligned(item):
+            return len(self.rows_of(item))
+        rows = int(self.requests[item["request"]]["qo_len"]) * self.group_of(item)
+        return min(rows, self.tile_rows_of(item))
 
     def keys_of(self, item) -> tuple[int, int]:
         """Returns the keys of the item's chunk, cut at the end of its request."""
@@ -121,13 +143,12 @@ class Planned:
     def kv_tiles_of(self, item) -> int:
         """Returns the number of KV tiles that the item's rows touch in its chunk."""
         request, options = self.requests[item["request"]], self.segment_of(item)
-        first = int(item["row_begin"])
         key_begin, key_end = self.keys_of(item)
         begin, _, _, end = planner.touched_tiles(
             qo_len=int(request["qo_len"]),
             kv_len=int(request["kv_len"]),
-            first=first // self.group_of(item),
-            last=(first + self.live_rows(item) - 1) // self.group_of(item),
+            first=self.tile_begin_of(item) // self.group_of(item),
+            last=(self.rows_of(item).stop - 1) // self.group_of(item),
             key_begin=key_begin,
             key_end=key_end,
             **{name: options[name] for name in ("window_left", "chunk_size", "causal", "tile_n")},
@@ -143,14 +164,10 @@ class Planned:
 
     def costs(self) -> np.ndarray:
         """Returns the costs of all items in order; heads of one tile have the same cost."""
-        known: dict = {}
-        out = []
-        for item in self.items:
-            key = (int(item["request"]), int(item["row_begin"]), int(item["chunk"]))
-            if key not in known:
-                known[key] = self.cost_of(item)
-            out.append(known[key])
-        return np.array(out)
+        tiles = self.items[["request", "row_begin", "chunk"]].tolist()
+        known = dict(zip(tiles, self.items, strict=True))
+        costs = {tile: self.cost_of(item) for tile, item in known.items()}
+        return np.array([costs[tile] for tile in tiles])
 
     def loads(self) -> np.ndarray:
         """Returns the cost of each CTA's list."""
@@ -165,7 +182,7 @@ class Planned:
 
     def heads(self) -> list[tuple[int, int]]:
         """Returns request and KV head of each item."""
-        return [(int(item["request"]), int(item["kv_head"])) for item in self.items]
+        return self.items[["request", "kv_head"]].tolist()
 
 
 def _table(image: bytes, offset: int, count: int, dtype) -> np.ndarray:
@@ -200,7 +217,7 @@ def plan(**case) -> Planned:
     )
 
 
-def _check_covered(plan: Planned) -> None:
+def check_covered(plan: Planned) -> None:
     """Every kept (row, key) of every KV head is in exactly one item, every row is written once."""
     keys_seen, rows_written = [], []
     for request in plan.requests:
@@ -211,17 +228,16 @@ def _check_covered(plan: Planned) -> None:
         rows_written.append(np.zeros((heads, rows), np.int16))
 
     for item in plan.items:
-        r, head, row = int(item["request"]), int(item["kv_head"]), int(item["row_begin"])
-        tile_rows = plan.tile_rows_of(item)
+        r, head, rows = int(item["request"]), int(item["kv_head"]), plan.rows_of(item)
         begin, end = plan.keys_of(item)
-        assert row % tile_rows == 0
-        assert row < rows_written[r].shape[1]
-        keys_seen[r][head, row : row + tile_rows, begin:end] += 1
+        assert item["row_begin"] % plan.tile_rows_of(item) == 0
+        keys_seen[r][head, rows.start : rows.stop, begin:end] += 1
         if item["partial_row"] == FINAL:
-            rows_written[r][head, row : row + tile_rows] += 1
+            rows_written[r][head, rows.start : rows.stop] += 1
     for merge in plan.merges:
-        rows = rows_written[int(merge["request"])][int(merge["kv_head"])]
-        rows[int(merge["row_begin"]) : int(merge["row_begin"]) + plan.tile_rows_of(merge)] += 1
+        rows = plan.rows_of(merge)
+        written = rows_written[int(merge["request"])][int(merge["kv_head"])]
+        written[rows.start : rows.stop] += 1
 
     for request, seen, written in zip(plan.requests, keys_seen, rows_written, strict=True):
         options = plan.segments[request["segment"]]
@@ -262,39 +278,33 @@ def _check_partials(plan: Planned) -> None:
 
 def _check_merges_of(plan: Planned, index: int) -> None:
     """A segment numbers its partial rows from 0, and each merge names the chunks of one tile."""
-    by_row, taken = {}, []
-    for item in plan.items:
-        row = int(item["partial_row"])
-        if row == FINAL or plan.requests[item["request"]]["segment"] != index:
-            continue
-        by_row[row] = item
-        taken.append((row, row + plan.live_rows(item)))
-    taken.sort()
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
-    assert not taken or taken[0][0] == 0
-    used, room = taken[-1][1] if taken else 0, plan.sizes["segments"][index]["num_partial_rows"]
-    assert used == sum(end - begin for begin, end in taken) <= room
-    if not plan.segments[index].get("graph_max_rows"):
-        assert used == room
-    merged = []
-    for merge in plan.merges:
-        if plan.requests[merge["request"]]["segment"] != index:
-            continue
+
+    def own(rows: np.ndarray) -> np.ndarray:
+        return rows[plan.requests["segment"][rows["request"]] == index]
+
+    partials = [item for item in own(plan.items) if item["partial_row"] != FINAL]
+    partials.sort(key=lambda item: item["partial_row"])
+    begins = [int(item["partial_row"]) for item in partials]
+    *firsts, used = accumulate(map(plan.partial_rows_of, partials), initial=0)
+    assert begins == firsts
+    room = plan.sizes["segments"][index]["num_partial_rows"]
+    assert used <= room if plan.segments[index].get("graph_max_rows") else used == room
+    by_row, merged = dict(zip(begins, partials, strict=True)), []
+    for merge in own(plan.merges):
         if merge["num_chunks"] == 0:
             rows = int(plan.requests[merge["request"]]["qo_len"]) * plan.group_of(merge)
             assert merge["row_begin"] >= rows, "a surplus merge must have no rows"
             continue
         assert merge["num_chunks"] > 1
-        first, rows = int(merge["first_row"]), plan.live_rows(merge)
-        begins = [first + chunk * rows for chunk in range(merge["num_chunks"])]
-        merged.extend(begins)
-        parts = [by_row[begin] for begin in begins]
+        first, rows = int(merge["first_row"]), plan.partial_rows_of(merge)
+        places = [first + chunk * rows for chunk in range(merge["num_chunks"])]
+        merged.extend(places)
+        parts = [by_row[place] for place in places]
         for name in ("request", "row_begin", "kv_head"):
             assert all(part[name] == merge[name] for part in parts)
         chunks = [int(part["chunk"]) for part in parts]
         assert chunks == list(range(chunks[0], chunks[0] + len(chunks)))
-    assert sorted(merged) == sorted(by_row)
-    assert len(set(merged)) == len(merged)
+    assert sorted(merged) == begins
 
 
 def _check_image(plan: Planned) -> None:
@@ -315,7 +325,8 @@ def check(plan: Planned) -> None:
     """Asserts all that holds for any plan."""
     _check_image(plan)
     _check_chunks(plan)
-    _check_covered(plan)
+    assert all(plan.rows_of(item) for item in plan.items)
+    check_covered(plan)
     _check_partials(plan)
     assert plan.sizes["num_kv_tiles"] == sum(plan.kv_tiles_of(item) for item in plan.items)
     if plan.cta_begin is not None:

@@ -1,7 +1,6 @@
 """Every row of docs/support.md plans on fa2 with the facts of each GPU, in a build of everything,
 of which the tables alone are compiled."""
 
-import json
 import os
 import re
 import shutil
@@ -9,39 +8,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
-
 import fa2_memory
+import pytest
 import spec
 
 ROOT = Path(__file__).resolve().parents[2]
 KB = 1024
-# compute capability, SMs, shared memory of a block and of an SM: CUDA C++ Programming Guide.
+# Compute capability, SMs, shared memory of a block and of an SM (CUDA C++ Programming Guide) of
+# the GPUs with the fewest and the most SMs among those that differ in nothing else.
+FACTS = ("compute_capability", "num_sms", "smem_per_block", "smem_per_sm")
 GPUS = {
     "A10": (86, 72, 99 * KB, 100 * KB),
-    "A40": (86, 84, 99 * KB, 100 * KB),
     "L4": (89, 58, 99 * KB, 100 * KB),
     "L40S": (89, 142, 99 * KB, 100 * KB),
-    "RTX 3090": (86, 82, 99 * KB, 100 * KB),
-    "RTX 4090": (89, 128, 99 * KB, 100 * KB),
     "RTX Pro 6000 Blackwell": (120, 188, 99 * KB, 100 * KB),
-    "RTX 5090": (120, 170, 99 * KB, 100 * KB),
     "B200": (100, 148, 227 * KB, 228 * KB),
     "A100": (80, 108, 163 * KB, 164 * KB),
 }
-FACTS = ("compute_capability", "num_sms", "smem_per_block", "smem_per_sm")
 ARCHITECTURES = "80;90+PTX"  # of a release
 
 PLANS = """
-import itertools, json, sys
+import itertools, sys
 import numpy as np
 import support_table
 from preflash import _core
 
 _core.set_library_dir(sys.argv[1])
-plans = []
 rows = itertools.product(support_table._FEATURES, support_table._DTYPES, support_table._HEAD_DIMS)
 for feature, dtypes, dims in rows:
     if dtypes.q == _core.DType.float32:
@@ -57,10 +49,11 @@ for feature, dtypes, dims in rows:
         if options.mask == _core.Mask.custom:
             batch = batch.with_mask()
             mask_bytes = batch.mask_bytes
-        for rows in (0, 4 * qo):
-            plan = _core.plan(_core.Family.sm80, 0, [(options, batch, rows, mask_bytes)], 128 << 20)
-            plans.append([f"{feature.name}, {dtypes}, {dims}, {qo}", plan.id, plan.num_items])
-print(json.dumps(plans))
+        for graph_rows in (0, 4 * qo):
+            segment = (options, batch, graph_rows, mask_bytes)
+            plan = _core.plan(_core.Family.sm80, 0, [segment], 128 << 20)
+            assert plan.num_items > 0, (feature.name, dtypes, dims, qo)
+            print(plan.id)
 """
 
 
@@ -76,15 +69,9 @@ def tables(tmp_path_factory, kernels):
     if compiler is None:
         pytest.skip("no C++ compiler")
     out = tmp_path_factory.mktemp("tables")
-    generate = [
-        sys.executable,
-        ROOT / "cmake" / "codegen" / "generate.py",
-        "--write",
-        out,
-        "--preset",
-        "full",
-    ]
-    subprocess.run([*generate, "--families", "sm80", "--archs", ARCHITECTURES], check=True)
+    options = ["--preset", "full", "--families", "sm80", "--archs", ARCHITECTURES]
+    generate = ROOT / "cmake" / "codegen" / "generate.py"
+    subprocess.run([sys.executable, generate, "--write", out, *options], check=True)
     sizes = (f'{{"{name}", {fa2_memory.smem_bytes(v)}}},\n' for name, v in kernels.items())
     (out / "fake_smem.inl").write_text("".join(sizes))
     fakes = ROOT / "tests" / "cpp"
@@ -103,12 +90,9 @@ def tables(tmp_path_factory, kernels):
 def plans_under(facts: str, tables: Path) -> subprocess.CompletedProcess:
     """Runs PLANS where the libraries report these facts of a GPU."""
     path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-c", PLANS, str(tables)],
-        env={**os.environ, "PREFLASH_GPU_FACTS": facts, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    env = {**os.environ, "PREFLASH_GPU_FACTS": facts, "PYTHONPATH": path}
+    command = [sys.executable, "-c", PLANS, str(tables)]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -116,14 +100,12 @@ def test_every_row_plans(gpu, tables, kernels):
     facts = dict(zip(FACTS, GPUS[gpu], strict=True))
     done = plans_under(",".join(f"{name}={value}" for name, value in facts.items()), tables)
     assert done.returncode == 0, done.stderr
-    plans = json.loads(done.stdout)
-    assert len(plans) == 10 * 7 * 5 * 2 * 2  # features, dtypes, head dims, lengths, graphs
-    assert all(items > 0 for _, _, items in plans)
-    used = {name.removeprefix("prepass+") for _, name, _ in plans}
+    used = {name.removeprefix("prepass+") for name in done.stdout.split()}
     for name in used:
         assert fa2_memory.smem_bytes(kernels[name]) <= facts["smem_per_block"], name
     small = facts["smem_per_block"] <= 99 * KB
     compact = {name for name in kernels if "_compact" in name}
+    assert compact
     assert used & compact == (compact if small else set())
 
 

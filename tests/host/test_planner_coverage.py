@@ -1,8 +1,12 @@
 """Random plans hold every kept (request, row, KV head, key) exactly once, whatever the split."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from planned import check, checked, indptr, plan, ragged
+from planned import check, check_covered, checked, indptr, plan, ragged, segment
+
+LAUNCH_OPTIONS = ("num_sms", "l2_bytes", "family", "schedule")
 
 
 def random_lengths(rng):
@@ -43,18 +47,66 @@ def drawn(seed):
     return rng, *random_lengths(rng), random_options(rng)
 
 
+def drawn_pair(seed):
+    """Returns two segments with lengths, heads, tiles, masks and splits of their own."""
+    rng = np.random.default_rng(seed)
+    segments, launch = [], {}
+    for _ in range(2):
+        options = random_options(rng)
+        launch = {name: options.pop(name) for name in LAUNCH_OPTIONS}
+        segments.append(segment(*random_lengths(rng), **options))
+    return rng, {"segments": segments, **launch}
+
+
 @pytest.mark.parametrize("seed", range(150))
 def test_random_ragged(seed):
     _, qo_lens, kv_lens, options = drawn(seed)
     checked(qo_lens, kv_lens, **options)
 
 
+def drawn_aligned(seed):
+    rng, qo_lens, kv_lens, options = drawn(seed)
+    if not options.get("disable_split_kv"):
+        options["fixed_split_size"] = int(rng.choice([64, 333]))
+    return rng, qo_lens, kv_lens, options | {"aligns_query_tiles": True}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_aligned(seed):
+    """Tiles of rows begin at fixed positions of a prompt, so its first one may have fewer rows."""
+    _, qo_lens, kv_lens, options = drawn_aligned(5000 + seed)
+    checked(qo_lens, kv_lens, **options)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_aligned_tiles_of_fewer_keys_than_planned(seed):
+    """Where plan() knows upper bounds, the device finds where tiles begin."""
+    rng, qo_lens, kv_lens, options = drawn_aligned(6000 + seed)
+    options |= {"window_left": -1, "chunk_size": 0, "lengths_are_upper_bounds": True}
+    made = plan(**ragged(qo_lens, kv_lens, **options))
+    room = {int(merge["first_row"]): made.partial_rows_of(merge) for merge in made.merges}
+    requests = made.requests.copy()
+    requests["kv_len"] = rng.integers(0, requests["kv_len"] + 1)
+    now = dataclasses.replace(made, requests=requests)
+    check_covered(now)
+    assert room == {int(merge["first_row"]): now.partial_rows_of(merge) for merge in now.merges}
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_pairs(seed):
+    check(plan(**drawn_pair(seed)[1]))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_workspace(seed):
-    """Whatever the float workspace holds, an automatic split stays inside it."""
+    """Whatever the float workspace holds, automatic splits of one or two segments stay inside."""
     rng, qo_lens, kv_lens, options = drawn(1000 + seed)
     options |= {"fixed_split_size": 0, "float_workspace_bytes": int(rng.integers(0, 1 << 22))}
     checked(qo_lens, kv_lens, **options)
+    rng, pair = drawn_pair(1000 + seed)
+    for one in pair["segments"]:
+        one.pop("fixed_split_size", None)
+    check(plan(**pair, float_workspace_bytes=int(rng.integers(0, 1 << 22))))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -82,23 +134,15 @@ def test_random_custom_mask(seed):
     assert made.requests["mask_begin"].tolist() == mask_indptr[:-1]
 
 
-@pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "num_items"),
-    [([], [], 0), ([0, 0], [100, 0], 0), ([5, 3], [0, 0], 4)],
-    ids=["no requests", "no queries", "no keys"],
-)
-def test_requests_without_queries_or_keys(qo_lens, kv_lens, num_items):
-    """Rows without keys are written, by items without a tile."""
-    made = checked(qo_lens, kv_lens, tile_m=16)
-    assert made.sizes["num_items"] == made.sizes["num_ctas"] == num_items
-    assert made.sizes["num_merges"] == made.sizes["num_kv_tiles"] == 0
-    assert (made.items["partial_row"] == -1).all()
-
-
-def test_rows_before_the_first_key_are_written():
-    """More queries than keys under causal: the first rows keep nothing."""
-    made = checked([300], [10], causal=True, tile_m=16)
-    assert made.sizes["num_kv_tiles"] < made.sizes["num_items"]
+@pytest.mark.parametrize("family", ["cpu", "sm80", "sm90"])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 128, 131])
+def test_decode_append_and_prefill_in_one_batch(group, family):
+    """Tiles of sm90 are token-aligned: they begin at a token's first head, whatever the group."""
+    heads = {"num_qo_heads": 2 * group, "num_kv_heads": 2, "family": family, "tile_m": 128}
+    lengths = ([1, 70, 0, 129, 1, 3], [700, 300, 50, 129, 64, 0])
+    made = checked(*lengths, **heads, causal=True, fixed_split_size=64)
+    rows = 128 - 128 % group if family == "sm90" and group < 128 else 128
+    assert sorted({*made.items["row_begin"][made.items["request"] == 3]})[:2] == [0, rows]
 
 
 def test_one_plan_is_one_image():

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
-from planned import check, checked, indptr, partial_bytes, plan, planner, ragged
+from planned import check, checked, indptr, partial_bytes, plan, ragged, segment
 
 FIXED = ("num_requests", "num_ctas", "num_merges", "num_partial_rows")
 GQA = {"num_qo_heads": 8, "num_kv_heads": 2}
+SPLITS = pytest.mark.parametrize(
+    "split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 512}]
+)
 
 
 def random_batch(rng, batch, max_rows, longest_kv):
@@ -14,7 +17,7 @@ def random_batch(rng, batch, max_rows, longest_kv):
     return rng.permutation(qo_lens), rng.integers(0, longest_kv, batch)
 
 
-@pytest.mark.parametrize("split", [{}, {"disable_split_kv": True}, {"fixed_split_size": 512}])
+@SPLITS
 @pytest.mark.parametrize("seed", range(12))
 def test_sizes_and_places_never_move(seed, split):
     rng = np.random.default_rng(seed)
@@ -35,44 +38,60 @@ def test_sizes_and_places_never_move(seed, split):
         assert [later.sizes[name] for name in FIXED] == [first.sizes[name] for name in FIXED]
 
 
-@pytest.mark.parametrize(
-    "heads", [(1, 1), (8, 2), (7, 1), (300, 1)], ids=lambda heads: f"{heads[0]}_{heads[1]}"
-)
+@SPLITS
+@pytest.mark.parametrize("seed", range(10))
+def test_sizes_and_places_of_two_segments_never_move(seed, split):
+    rng = np.random.default_rng(seed)
+    plans = []
+    for _ in range(3):
+        decode_kv, prefill_kv = rng.integers(0, 3000, 6), rng.integers(0, 2000, 2)
+        prefill_rows = rng.integers(0, 60, 2)
+        pair = [
+            segment(prefill_rows, prefill_kv, tile_m=128, graph_max_rows=120, causal=True),
+            segment([1] * 6, decode_kv, num_qo_heads=8, graph_max_rows=6, **split),
+        ]
+        made = plan(segments=pair, schedule="persistent", num_sms=8)
+        check(made)
+        plans.append((made.sizes["num_ctas"], made.sizes["segments"], made.layout))
+    assert plans == plans[:1] * 3
+
+
+@pytest.mark.parametrize(("num_qo_heads", "num_kv_heads"), [(1, 1), (8, 2), (7, 1), (300, 1)])
 @pytest.mark.parametrize("seed", range(8))
-def test_tiles_of_a_mask_never_move(seed, heads):
+def test_tiles_of_a_mask_never_move(seed, num_qo_heads, num_kv_heads):
     """The size of the mask's buffer bounds the words of its tiles, whatever the lengths."""
     rng = np.random.default_rng(seed)
     batch, max_rows = int(rng.integers(1, 7)), int(rng.integers(1, 200))
     options = {
         "family": "sm90",
-        "num_qo_heads": heads[0],
-        "num_kv_heads": heads[1],
+        "num_qo_heads": num_qo_heads,
+        "num_kv_heads": num_kv_heads,
         "tile_m": 128,
         "tile_n": int(rng.choice([64, 128])),
         "graph_max_rows": max_rows,
         "disable_split_kv": True,
         "mask_tiles": True,
     }
-    group = heads[0] // heads[1]
+    group = num_qo_heads // num_kv_heads
     tile_rows = 128 if group > 128 else 128 // group * group
     batches = [random_batch(rng, batch, max_rows, longest) for longest in (1, 300, 5000)]
     batches.append((np.eye(1, batch, dtype=int)[0], np.full(batch, 40000)))  # one long row
     room = max(sum(-(-qo * kv // 8)) for qo, kv in batches)
-    first = None
+    layouts, counts = [], []
     for qo_lens, kv_lens in batches:
         mask = {"mask_indptr": indptr(-(-qo_lens * kv_lens // 8)), "graph_mask_bytes": room}
-        later = plan(**ragged(qo_lens, kv_lens, **mask, **options))
-        first = first or later
-        assert later.layout == first.layout
-        words = later.sizes["segments"][0]["num_mask_tile_words"]
-        assert words == first.sizes["segments"][0]["num_mask_tile_words"]
-        begin = later.layout["mask_tiles_begin"]
-        mask_tiles_begin = np.frombuffer(later.image, "<i8", batch + 1, begin)
+        made = plan(**ragged(qo_lens, kv_lens, **mask, **options))
+        words = made.sizes["segments"][0]["num_mask_tile_words"]
+        begins = np.frombuffer(made.image, "<i8", batch + 1, made.layout["mask_tiles_begin"])
         rows = -(-qo_lens * group // tile_rows)
         row_words = -(kv_lens // -options["tile_n"] // 16)
-        assert mask_tiles_begin.tolist() == indptr(rows * row_words)
-        assert mask_tiles_begin[-1] <= words
-        assert later.layout["mask_tiles"] + 4 * words <= later.layout["int_bytes"]
+        assert begins.tolist() == indptr(rows * row_words)
+        assert begins[-1] <= words
+        assert made.layout["mask_tiles"] + 4 * words <= made.layout["int_bytes"]
+        layouts.append(made.layout)
+        counts.append(words)
+    assert layouts == layouts[:1] * 4
+    assert len({*counts}) == 1
 
 
 # Lengths, options, and sizes that the plan must have.
@@ -82,6 +101,19 @@ RESERVED = {
         ([65] * 4, [64] * 4),
         {"num_qo_heads": 2, "graph_max_rows": 4 * 65, "disable_split_kv": True},
         {"num_items": 4 * 2 * 2},
+    ),
+    # Seven heads of 18 tokens are 126 rows of sm90's token-aligned tile.
+    "worst batch of aligned tiles": (
+        ([19] * 4, [64] * 4),
+        {"num_qo_heads": 7, "num_kv_heads": 1, "family": "sm90", "tile_m": 128,
+         "graph_max_rows": 4 * 19, "disable_split_kv": True},
+        {"num_items": 8},
+    ),
+    # The 65th row of a request has a tile of its own, split like the first.
+    "tiles of one row": (
+        ([65] * 4, [500] * 4),
+        {"num_qo_heads": 3, "num_kv_heads": 1, "graph_max_rows": 65 * 4, "fixed_split_size": 64},
+        {"num_items": 4 * 4 * 8},
     ),
     # Every tile in two chunks makes the most merges that its rows allow.
     "fullest workspace": (
@@ -113,24 +145,9 @@ def test_what_a_graph_reserves(name):
     assert {key: made.sizes[key] for key in sizes} == sizes
 
 
-def test_tiles_of_one_row_may_be_cut_as_well():
-    """Group 3: the 65th row of a request has a tile of its own, split like the first."""
-    options = {"num_qo_heads": 3, "num_kv_heads": 1, "graph_max_rows": 65 * 4}
-    made = checked([65] * 4, [500] * 4, **options, fixed_split_size=64)
-    assert made.live_rows(made.merges[3]) == 3 * 65 - 3 * 64 == 3
-
-
 def test_long_keys_split_into_the_reserved_rows():
     options = {**GQA, "graph_max_rows": 4, "num_sms": 20}
     short, long = (checked([1] * 4, [kv_len] * 4, **options) for kv_len in (10, 20000))
     assert short.layout == long.layout
     assert (short.merges["num_chunks"] == 0).all()
     assert (long.merges["num_chunks"] > 0).any()
-
-
-def test_a_fixed_split_beyond_the_workspace():
-    options = {**GQA, "graph_max_rows": 1, "fixed_split_size": 64}
-    small = ragged([1], [640], **options, float_workspace_bytes=partial_bytes(10 * 2 * 4))
-    check(plan(**small))
-    with pytest.raises(ValueError, match="float_workspace_buffer"):
-        planner.plan(**small | {"kv_indptr": [0, 641]})

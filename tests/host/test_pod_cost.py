@@ -1,9 +1,10 @@
 """Prefill and decode are one launch or two as measured: see
 docs/dev/experiments/prefill-beside-decode.md."""
 
+import numpy as np
 import pytest
 import support_table
-import torch
+from planned import indptr
 from preflash import _core
 
 CPU, SM80, SM90 = _core.Family.cpu, _core.Family.sm80, _core.Family.sm90
@@ -16,14 +17,14 @@ def options(causal, **changes):
 
 
 def batch(qo_lens, kv_lens):
-    qo, kv = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (qo_lens, kv_lens))
-    arrays = _core.BatchArrays(qo.data_ptr(), kv.data_ptr(), 0, len(qo_lens))
+    qo, kv = (np.array(indptr(lens), "<i4") for lens in (qo_lens, kv_lens))
+    arrays = _core.BatchArrays(qo.ctypes.data, kv.ctypes.data, 0, len(qo_lens))
     return _core.Batch(arrays, page_size=0)
 
 
 def two_launches(prefill, decode, family=SM80, causal=True, **changes):
     return _core.prefer_two_launches(
-        family, (options(causal, **changes), prefill), (options(False), decode)
+        family, (options(causal, **changes), batch(*prefill)), (options(False), batch(*decode))
     )
 
 
@@ -70,8 +71,8 @@ LONG, GQA = ((1, 8192), (32, 1024)), ((1, 4096), (128, 2048))
 )
 def test_mixes(family, mix, changes, expected):
     (count, tokens), (requests, keys) = mix
-    prefill = batch([tokens] * count, [tokens] * count)
-    decode = batch([1] * requests, [keys] * requests)
+    prefill = [tokens] * count, [tokens] * count
+    decode = [1] * requests, [keys] * requests
     assert two_launches(prefill, decode, family, **changes) is expected
 
 
@@ -81,12 +82,12 @@ def test_mixes(family, mix, changes, expected):
 )
 def test_a_prefill_that_leaves_sms_idle(family, tokens, expected):
     """A chunk of 400 tokens beside few long requests does not fill fa3's SMs."""
-    few = batch([1] * 5, [12_000] * 5)
-    assert two_launches(batch([tokens], [tokens + 5000]), few, family) is expected
+    few = [1] * 5, [12_000] * 5
+    assert two_launches(([tokens], [tokens + 5000]), few, family) is expected
 
 
 @pytest.mark.parametrize("keys", [1024, 8192])
 def test_requests_without_tokens_or_keys_count_nothing(keys):
-    decode = batch([1] * 32, [keys] * 32)
-    alone, others = batch([8192], [8192]), batch([8192, 0, 0], [8192, 0, 100_000])
+    decode = [1] * 32, [keys] * 32
+    alone, others = ([8192], [8192]), ([8192, 0, 0], [8192, 0, 100_000])
     assert two_launches(alone, decode) is two_launches(others, decode)

@@ -1,16 +1,10 @@
 """Every row of docs/support.md plans in 128 MB of workspace, whatever the size of the KV cache."""
 
-import sys
-from pathlib import Path
-
 import pytest
+import spec
 import support_table
 from planned import indptr, planner, ragged
 from preflash import _core
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
-
-import spec
 
 ROOM = 128 << 20
 FAMILIES = {"sm90": 132, "sm80": 108}  # and SMs: an H100, an A100
@@ -58,7 +52,7 @@ def case_of(family: str, options, cache: str) -> dict:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: str(dtypes).replace(" ", ""))
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(one.name for one in pair))
 @pytest.mark.parametrize("feature", support_table._FEATURES, ids=lambda feature: feature.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_row_and_column(family, feature, dtypes, cache, tiles):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import preflash
 import pytest
 import torch
 import wrapper_options
@@ -29,23 +28,12 @@ def integers(mask: torch.Tensor, dtype: torch.dtype, on_host: bool) -> torch.Ten
 
 @DTYPES
 @PLACES
-@pytest.mark.parametrize("flat", [False, True])
-def test_single(target, dtype, on_host, flat):
+def test_single(target, dtype, on_host):
     inputs = build(SINGLE, device=target.device)
     mask = integers(inputs.masks[0], dtype, on_host)
-    out, lse = runner.single(
-        inputs, backend=target.backend, custom_mask=mask.flatten() if flat else mask
-    )
-    runner.compare(inputs, out, lse).check()
-
-
-def test_single_by_position(target):
-    inputs = build(SINGLE, device=target.device)
-    q, k, v = inputs.q[:9], inputs.k[:70], inputs.v[:70]
-    mask = integers(inputs.masks[0], torch.int32, False)
-    out = preflash.single_prefill_with_kv_cache(q, k, v, mask)
-    assert torch.equal(out, preflash.single_prefill_with_kv_cache(q, k, v, inputs.masks[0]))
-    assert not torch.equal(out, preflash.single_prefill_with_kv_cache(q, k, v))
+    for form in (mask, mask.flatten()):
+        out, lse = runner.single(inputs, backend=target.backend, custom_mask=form)
+        runner.compare(inputs, out, lse).check()
 
 
 @DTYPES
@@ -65,10 +53,3 @@ def test_into_the_buffer_of_a_graph(target, case):
     mask = integers(inputs.custom_mask, torch.int32, False)
     runner.plan(wrapper, inputs, custom_mask=mask)
     check_run(inputs, wrapper)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
-def test_other_dtypes_are_refused(target, dtype):
-    inputs = build(SINGLE, device=target.device)
-    with pytest.raises(TypeError, match=f"custom_mask is {dtype}; .*an integer dtype"):
-        runner.single(inputs, backend=target.backend, custom_mask=inputs.masks[0].to(dtype))

@@ -1,10 +1,9 @@
-"""Kernels get addresses, so tensors without memory, tensors that share memory, and tensors whose
-memory holds other numbers are refused by name."""
+"""Kernels get addresses, so tensors without memory, of another dtype or shape, or that share memory
+are refused by name."""
 
 import contextlib
 import itertools
 import math
-import types
 
 import preflash
 import pytest
@@ -57,27 +56,12 @@ BAD = {
     "nested": (nested, "nested", TypeError),
     "jagged": (lambda t: nested(t, layout=torch.jagged), "nested", TypeError),
 }  # fmt: skip
-KINDS = [kind for kind in BAD if kind != "jagged"]
-
 PAGED = Case("paged", (33, 5), (40, 90), 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
 RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64, mask=MaskKind.PACKED)
 RUN = Case("run", (33, 5), (40, 90), 4, 2, 64)
 
 
-def plan_with(case, target, name, spoil):
-    """Calls plan() with one argument spoilt."""
-    inputs = build(case, device=target.device, index_device="cpu")
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    hints = {
-        "seq_lens": torch.tensor(case.kv_lens),
-        "seq_lens_q": torch.tensor(case.qo_lens),
-        "block_tables": torch.zeros(2, 6, dtype=torch.int32),
-    }
-    given = plan_arguments(inputs)
-    wrapper.plan(**{**given, name: spoil({**hints, **given}[name])})
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "jagged"])
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -88,119 +72,169 @@ def plan_with(case, target, name, spoil):
 )
 def test_plan(target, case, name, kind):
     spoil, why, error = BAD[kind]
+    inputs = build(case, device=target.device, index_device="cpu")
+    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+    given = {
+        "seq_lens": torch.tensor(case.kv_lens),
+        "seq_lens_q": torch.tensor(case.qo_lens),
+        "block_tables": torch.zeros(2, 6, dtype=torch.int32),
+        **plan_arguments(inputs),
+    }[name]
     with pytest.raises(error, match=f"{name} .*{why}"):
-        plan_with(case, target, name, spoil)
+        wrapper.plan(**{**plan_arguments(inputs), name: spoil(given)})
 
 
-@pytest.mark.parametrize("name", ["seq_lens", "seq_lens_q"])
-@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
-def test_lengths_on_another_device(case, name):
-    elsewhere = torch.empty(2, dtype=torch.int32, device="meta")
-    host = types.SimpleNamespace(device="cpu", backend="cpu")
-    with pytest.raises(ValueError, match=f"{name} is on meta; must be on the CPU or on cpu"):
-        plan_with(case, host, name, lambda _: elsewhere)
+TOKENS = itertools.count(11)  # no two calls of the single function have the same shapes
+
+
+def run_of_a_wrapper(target):
+    inputs, wrapper = planned(RUN, target)
+    lse = torch.empty(38, 4, device=target.device)
+    outputs = {"out": torch.empty_like(inputs.q), "lse": lse, "return_lse": True}
+    return wrapper.run, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **outputs}
+
+
+def single(target):
+    tokens = next(TOKENS)
+    heads = {"q": 4, "k": 2, "v": 2}
+    tensors = {name: target.to(torch.ones(tokens, n, 64).half()) for name, n in heads.items()}
+    return preflash.single_prefill_with_kv_cache, {**tensors, "backend": target.backend}
 
 
 # A call of shapes that were seen before looks at addresses alone; only the first one asks how large
 # a storage still is.
-BEHIND = "has no memory behind it"
-SEEN_AND_KIND = [
-    (seen, kind)
-    for seen in ("first", "cached")
-    for kind in BAD
-    if seen == "first" or not kind.startswith("too_small")
-]
-
-
-@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
-@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
-def test_run(target, kind, name, seen):
+@pytest.mark.parametrize(
+    ("seen", "kind"),
+    [
+        (seen, kind)
+        for seen in ("first", "cached")
+        for kind in BAD
+        if seen == "first" or not kind.startswith("too_small")
+    ],
+)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((run_of_a_wrapper, x) for x in ("q", "k", "v", "out", "lse")),
+        *((single, x) for x in "qkv"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_attention(target, make, name, kind, seen):
     spoil, why, error = BAD[kind]
-    inputs, wrapper = planned(RUN, target)
-    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": torch.empty_like(inputs.q)}
-    arguments |= {"lse": torch.empty(38, 4, device=target.device), "return_lse": True}
+    call, arguments = make(target)
     if seen == "cached":
-        wrapper.run(**arguments)
-    with pytest.raises(error, match=f"^{name} .*({why}|{BEHIND})"):
-        wrapper.run(**{**arguments, name: spoil(arguments[name])})
+        call(**arguments)
+    with pytest.raises(error, match=f"^{name} .*({why}|has no memory behind it)"):
+        call(**{**arguments, name: spoil(arguments[name])})
 
 
-TOKENS = itertools.count(11)  # no two calls have the same shapes
+V, S, INT = torch.ones(3, 2, 8), torch.ones(3, 2), torch.int32
+VS = {"v": V.clone(), "s": S.clone(), "v_other": V, "s_other": S}
+BITS, INDPTR = torch.ones(16, dtype=torch.uint8), torch.tensor([0, 7, 16], dtype=INT)
+ONE, ENDS = torch.zeros(1, dtype=INT), torch.tensor([0, 1], dtype=INT)
+ROWS = dict.fromkeys("qkv", torch.ones(3, 2, 64).to(torch.float8_e4m3fn))
+CACHE = {"append_key": V[:1], "append_value": V[:1], "paged_kv_cache": torch.zeros(2, 2, 4, 2, 8)}
+TABLE = {"kv_indptr": ENDS, "kv_last_page_len": ONE + 1}
+PLACES = {"batch_indices": ONE, "positions": ONE, "kv_indices": ONE, **TABLE}
+HEADS = {"num_qo_heads": 2, "num_kv_heads": 2, "head_dim": 64}
 
 
-@pytest.mark.parametrize(("seen", "kind"), SEEN_AND_KIND)
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_single(target, kind, name, seen):
-    spoil, why, error = BAD[kind]
-    heads = {"q": 4, "k": 2, "v": 2}
-    tokens = next(TOKENS)
-    tensors = {name: target.to(torch.ones(tokens, n, 64).half()) for name, n in heads.items()}
-    if seen == "cached":
-        preflash.single_prefill_with_kv_cache(**tensors, backend=target.backend)
-    with pytest.raises(error, match=f"^{name} .*({why}|{BEHIND})"):
-        preflash.single_prefill_with_kv_cache(
-            **{**tensors, name: spoil(tensors[name])}, backend=target.backend
-        )
+def plan(name: str):
+    return getattr(preflash, name)(torch.empty(1 << 20, dtype=torch.uint8)).plan
 
 
-V, S = torch.ones(3, 2, 8), torch.ones(3, 2)
-MERGES = {
-    preflash.merge_state: {"v_a": V, "s_a": S, "v_b": V, "s_b": S},
-    preflash.merge_state_in_place: {"v": V, "s": S, "v_other": V.clone(), "s_other": S.clone()},
-    preflash.merge_states: {"v": torch.ones(3, 2, 2, 8), "s": torch.ones(3, 2, 2)},
-}
-BITS = {"x": torch.ones(16, dtype=torch.uint8)}
-INDPTR = {"indptr": torch.tensor([0, 7, 16], dtype=torch.int32)}
-# A call, its arguments, and those that are spoilt one at a time.
-CALLS = {
-    **{merge.__name__: (merge, given, tuple(given)) for merge, given in MERGES.items()},
-    "packbits": (preflash.packbits, BITS, ("x",)),
-    "segment_packbits": (preflash.segment_packbits, BITS | INDPTR, ("x", "indptr")),
-    "workspace": (
-        preflash.BatchPrefillWithPagedKVCacheWrapper,
-        {"float_workspace_buffer": torch.empty(64, 64, dtype=torch.uint8)},
-        ("float_workspace_buffer",),
+# A call, its fixed arguments, and those that are spoilt one at a time.
+ON_ANY_DEVICE = {
+    "merge_state": (preflash.merge_state, {}, {"v_a": V, "s_a": S, "v_b": V, "s_b": S}),
+    "in_place": (preflash.merge_state_in_place, {}, {**VS, "mask": S[:, 0] > 0}),
+    "merge_states": (
+        preflash.merge_states, {}, {"v": torch.ones(3, 2, 2, 8), "s": torch.ones(3, 2, 2)},
     ),
+    "packbits": (preflash.packbits, {}, {"x": BITS}),
+    "segment_packbits": (preflash.segment_packbits, {}, {"x": BITS, "indptr": INDPTR}),
+    "workspace": (
+        preflash.BatchPrefillWithPagedKVCacheWrapper, {},
+        {"float_workspace_buffer": torch.empty(64, 64, dtype=torch.uint8)},
+    ),
+}  # fmt: skip
+ON_THE_CPU = {
+    "single": (
+        preflash.single_prefill_with_kv_cache, ROWS,
+        {f"scale_{name}": torch.ones(2) for name in "qkv"},
+    ),
+    "append": (preflash.append_paged_kv_cache, CACHE, PLACES),
+    "get_seq_lens": (preflash.get_seq_lens, {"page_size": 4}, TABLE),
+    "block sparse": (
+        plan("BlockSparseAttentionWrapper"), {"M": 16, "N": 16, "R": 16, "C": 16, **HEADS},
+        {"indptr": ENDS, "indices": ONE},
+    ),
+    "block sizes": (
+        plan("VariableBlockSparseAttentionWrapper"), HEADS,
+        {"block_mask_map": torch.ones(2, 1, 1).bool(), "block_row_sz": torch.full((2, 1), 3),
+         "block_col_sz": torch.full((2, 1), 3)},
+    ),
+}  # fmt: skip
+CALLS = {**ON_ANY_DEVICE, **ON_THE_CPU}
+FORMS = {
+    "dtype": (torch.Tensor.cfloat, "is torch.complex64", TypeError),
+    "shape": (lambda t: t[None, None], "has shape", ValueError),
 }
+OF_ANY_FORM = {("packbits", "dtype"), ("segment_packbits", "dtype")}
+OF_ANY_FORM |= {("workspace", "dtype"), ("workspace", "shape")}
 
 
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize(("call", "given", "names"), CALLS.values(), ids=CALLS)
-def test_calls_without_a_plan(target, call, given, names, kind):
-    spoil, why, error = BAD[kind]
-    given = {name: target.to(value) for name, value in given.items()}
-    for name in names:
-        with pytest.raises(error, match=f"{name} .*{why}"):
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [row for row in itertools.product(CALLS, {**BAD, **FORMS}) if row not in OF_ANY_FORM],
+)
+def test_calls_without_a_plan(target, key, kind):
+    if key in ON_THE_CPU and target.device != "cpu":
+        pytest.skip("a test of the CPU")
+    (call, fixed, given), (spoil, why, error) = CALLS[key], {**BAD, **FORMS}[kind]
+    given = {**fixed, **{name: target.to(value) for name, value in given.items()}}
+    call(**given)
+    for name in CALLS[key][2]:
+        with pytest.raises(error, match=rf"\b{name} .*{why}"):
             call(**{**given, name: spoil(given[name])})
 
 
-def functionalized():
-    return torch.func.functionalize(preflash.packbits)(torch.ones(8).bool())
-
-
-def quantized():
-    preflash.packbits(torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8))
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("in_place", "v"), ("in_place", "s"), *(("single", f"scale_{name}") for name in "qkv")],
+)
+def test_other_strides(key, name):
+    call, fixed, given = CALLS[key]
+    strided = torch.stack([given[name], given[name]], -1)[..., 0]
+    with pytest.raises(ValueError, match=rf"\b{name} has stride"):
+        call(**{**fixed, **given, name: strided})
 
 
 def merge_of(v):
     preflash.merge_state(v, S, V, S)
 
 
-def nested_mask():
+def with_nested_mask():
     q, k = (torch.zeros(n, 1, 64) for n in (2, 5))
     preflash.single_prefill_with_kv_cache(q, k, k, custom_mask=nested(torch.ones(2, 5) > 0))
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (functionalized, ValueError, r"x has no memory.*torch\.func"),
-        (quantized, TypeError, r"x is torch\.quint8"),
-        (nested_mask, TypeError, "custom_mask is a nested tensor"),
+        (lambda: torch.func.functionalize(preflash.packbits)(torch.ones(8).bool()), ValueError,
+         r"x has no memory.*torch\.func"),
+        (lambda: preflash.packbits(quantized()), TypeError, r"x is torch\.quint8"),
+        (with_nested_mask, TypeError, "custom_mask is a nested tensor"),
         (lambda: merge_of(torch.ones(3, 2, 8).to_mkldnn()), TypeError, "v_a .*_mkldnn"),
         (lambda: merge_of(UninitializedParameter(requires_grad=False)), ValueError, "v_a has no"),
     ],
-)
+    ids=["functionalized", "quantized", "nested mask", "mkldnn", "uninitialized"],
+)  # fmt: skip
 def test_other_refusals(call, error, says):
     with pytest.raises(error, match=says):
         call()
@@ -250,8 +284,7 @@ def test_transforms_around_plain_tensors(transform):
 def test_fake_mode_around_plain_tensors(target):
     """Results made inside the mode are fake, even from plain tensors; a plan cannot be fake."""
     inputs, wrapper = planned(Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM), target)
-    bits = target.to(torch.ones(16, dtype=torch.uint8))
-    v, s = target.to(V), target.to(S)
+    bits, v, s = (target.to(t) for t in (BITS, V, S))
     calls = [
         lambda: wrapper.run(inputs.q, inputs.k, inputs.v),
         lambda: runner.single(inputs, backend=target.backend)[0],
@@ -279,30 +312,25 @@ def pair(target, seed=0, tokens=7, heads=3, dim=40):
     return target.to(v), target.to(s)
 
 
-def check_merge(v, s, v_other, s_other):
-    """Compares merge_state_in_place() of states that share memory with the oracle."""
+@pytest.mark.parametrize("same", ["vs", "v", "s", "transposed"])
+def test_merge_in_place_with_itself(target, same):
+    """A view that is not contiguous is copied before anything is written."""
+    if same == "transposed":
+        v, s = pair(target, heads=7)
+        others = v.transpose(0, 1), s.transpose(0, 1)
+    else:
+        v, s = pair(target, tokens=301, heads=5, dim=264)
+        others = pair(target, 1, tokens=301, heads=5, dim=264)
+        s[3] = -math.inf
+        others = (v if "v" in same else others[0], s if "s" in same else others[1])
     expected_v, expected_s = oracle.merge(
-        torch.stack([v, v_other], 1), torch.stack([s, s_other], 1)
+        torch.stack([v, others[0]], 1), torch.stack([s, others[1]], 1)
     )
-    preflash.merge_state_in_place(v, s, v_other, s_other)
+    preflash.merge_state_in_place(v, s, *others)
     assert float((v.double() - expected_v).abs().max()) < 1e-5
     finite = expected_s.isfinite()
     assert torch.equal(s.isfinite(), finite)
     assert float((s.double() - expected_s)[finite].abs().max()) < 1e-5
-
-
-@pytest.mark.parametrize("same", ["vs", "v", "s"])
-def test_merge_in_place_with_itself(target, same):
-    v, s = pair(target, tokens=301, heads=5, dim=264)
-    v_other, s_other = pair(target, 1, tokens=301, heads=5, dim=264)
-    s[3] = -math.inf
-    check_merge(v, s, v if "v" in same else v_other, s if "s" in same else s_other)
-
-
-def test_merge_in_place_with_a_strided_view_of_itself(target):
-    """A view that is not contiguous is copied before anything is written."""
-    v, s = pair(target, heads=7)
-    check_merge(v, s, v.transpose(0, 1), s.transpose(0, 1))
 
 
 def overlapping(t):

@@ -42,13 +42,6 @@ def test_single_scales(target):
     compare(out, lse, reference(inputs, pipeline=pipeline)).check()
 
 
-@pytest.mark.parametrize("name", ["o_dtype", "o_data_type"])
-def test_single_output_type_by_both_names(target, name):
-    inputs = build(SINGLE, device=target.device)
-    result = runner.single(inputs, backend=target.backend, **{name: SINGLE.dtype})
-    runner.compare(inputs, *result).check()
-
-
 def test_single_out_and_lse_buffers(target):
     inputs = build(SINGLE, device=target.device)
     out = poison(inputs.q.shape, SINGLE.dtype, target.device)

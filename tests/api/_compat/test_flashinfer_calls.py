@@ -120,10 +120,6 @@ REFUSED_WITH_SINKS = {
     "unknown": (
         lambda w, i, given: w.run(*given, i.sinks, vscale=0.2), TypeError, "Did you mean 'v_scale'"
     ),
-    "pod": (
-        lambda *_: preflash.PODWithPagedKVCacheWrapper(torch.empty(0), jit_args=jit_args()),
-        NotImplementedError, "jit_args",
-    ),
 }  # fmt: skip
 
 
@@ -218,29 +214,24 @@ def of_e5m2(case, target, o_dtype=None, **options):
 @BOTH
 def test_queries_of_e5m2(target, case, o_dtype):
     (inputs, q), wrapper = of_e5m2(case, target, o_dtype), unplanned(case, target)[1]
-    runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=E5M2, o_data_type=o_dtype)
+    kv_dtype = None if o_dtype is None else E5M2  # None: that of the queries
+    runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=kv_dtype, o_data_type=o_dtype)
     assert wrapper._cached_q_data_type == E5M2
-    expected = reference(inputs)
+    given, expected = (q, *tensors(inputs)[1:]), reference(inputs)
     for _ in range(2):
-        out, lse = wrapper.run(q, *tensors(inputs)[1:], return_lse=True)
+        out, lse = wrapper.run(*given, return_lse=True)
         assert out.dtype == (o_dtype or BFLOAT)
         runner.compare(inputs, out, lse, expected).check()
     pipeline = dataclasses.replace(inputs.pipeline, window_left=12)
-    out = wrapper.run(q, *tensors(inputs)[1:], window_left=12)
+    out = wrapper.run(*given, window_left=12)
     runner.compare(inputs, out, None, reference(inputs, pipeline=pipeline)).check()
-    with pytest.raises(TypeError, match=r"q is torch.*; must be torch.float8_e5m2"):
-        wrapper.run(inputs.q, *tensors(inputs)[1:])
-
-
-@BOTH
-def test_queries_of_e5m2_with_scales_of_heads(target, case):
-    (inputs, q), wrapper = of_e5m2(case, target), unplanned(case, target)[1]
     heads = {"q": 8, "k": 2, "v": 2}
     factors = {n: torch.rand(h, device=target.device) + 0.5 for n, h in heads.items()}
-    runner.plan(wrapper, inputs, q_data_type=E5M2, kv_data_type=None)
-    result = wrapper.run_return_lse(q, *tensors(inputs)[1:], *factors.values())
+    result = wrapper.run_return_lse(*given, *factors.values())
     scaled = dataclasses.replace(inputs, scales=HeadScales(**factors))
     runner.compare(inputs, *result, reference(scaled)).check()
+    with pytest.raises(TypeError, match=r"q is torch.*; must be torch.float8_e5m2"):
+        wrapper.run(*tensors(inputs))
 
 
 def test_queries_of_e5m2_with_buffers_of_graphs_and_in_pod(target):
@@ -360,34 +351,29 @@ def test_wrong_queries_per_request(target):
     runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache, return_lse=True)).check()
 
 
-def test_queries_per_request_of_run_alone(target):
-    """run(q_len_per_req=) plans again, as in trtllm-gen; None is plan()'s number."""
+@pytest.mark.parametrize("inference", [False, True])
+def test_queries_per_request_of_run_alone(target, inference):
+    """run(q_len_per_req=) plans the values of the last plan() again, as in trtllm-gen; the caller
+    may have overwritten its arrays, but for pages on the GPU. None is plan()'s number."""
     inputs, wrapper, table = verification(target, 3)
     one = torch.ones_like(inputs.q[:4])
-    wrapper.plan(*table, q_data_type=HALF)
-    alone = wrapper.run(one, inputs.cache)
+    with torch.inference_mode(inference):
+        arrays = [array.clone() for array in table[:3]]
+        wrapper.plan(*arrays, *SIZES, q_data_type=HALF)
+        for array in arrays:
+            if array.is_cpu or array is not arrays[1]:
+                array.fill_(77)
+    alone = None
     for _ in range(2):
         out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True, q_len_per_req=3)
         runner.compare(inputs, out, lse).check()
         assert wrapper._q_len_per_req == 3
-        assert torch.equal(wrapper.run(one, inputs.cache), alone)
+        before, alone = alone, wrapper.run(one, inputs.cache)
+        assert before is None or torch.equal(before, alone)
     wrapper.begin_forward(*table, q_data_type=HALF)
+    assert torch.equal(wrapper.run(one, inputs.cache), alone)
     with pytest.raises(ValueError, match=r"q_len_per_req=3 in run.*plan again"):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_run_plans_the_values_that_plan_was_given(target, inference):
-    """The caller may have overwritten its arrays, but for pages on the GPU."""
-    inputs, wrapper, table = verification(target, 3)
-    with torch.inference_mode(inference):
-        table = (*(array.clone() for array in table[:3]), *table[3:])
-        wrapper.plan(*table, q_data_type=HALF)
-        for array in table[:3]:
-            if array.is_cpu or array is not table[1]:
-                array.fill_(77)
-    out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True, q_len_per_req=3)
-    runner.compare(inputs, out, lse).check()
 
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
@@ -444,14 +430,7 @@ def test_graph_buffers_that_are_missing(target):
         wrapper._jit_module = object()
 
 
-def test_attributes_of_a_cascade(target):
-    wrapper = preflash.MultiLevelCascadeAttentionWrapper(2, runner.workspace(target.device))
-    kinds = [type(level) for level in wrapper._batch_prefill_wrappers]
-    assert kinds == [preflash.BatchPrefillWithPagedKVCacheWrapper] * 2
-    assert wrapper._num_levels == 2
-
-
-def test_attributes_of_pod(target):
+def test_attributes_of_pod_and_of_a_cascade(target):
     inputs, _, table = verification(target, 1)
     wrapper = new("PODWithPagedKVCacheWrapper", target, backend=target.backend)
     assert wrapper._paged_kv_indptr_buf is None
@@ -464,6 +443,10 @@ def test_attributes_of_pod(target):
     assert wrapper._float_workspace_buffer.numel() == runner.WORKSPACE_BYTES
     with pytest.raises(AttributeError, match="is read-only"):
         wrapper._sm_scale = 1.0
+    cascade = preflash.MultiLevelCascadeAttentionWrapper(2, runner.workspace(target.device))
+    kinds = [type(level) for level in cascade._batch_prefill_wrappers]
+    assert kinds == [preflash.BatchPrefillWithPagedKVCacheWrapper] * 2
+    assert cascade._num_levels == 2
 
 
 def test_attributes_of_batches_of_pod(target):

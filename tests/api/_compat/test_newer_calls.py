@@ -63,19 +63,15 @@ def test_plan_in_both_orders(target, case, order):
 
 
 @pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.PACKED])
-@pytest.mark.parametrize("head_dim_vo", [(), (64,)], ids=["older", "newer"])
+@pytest.mark.parametrize("head_dim_vo", [(), (64,), (None,)], ids=["older", "newer", "None"])
 @WRAPPERS
 def test_masks_in_both_orders(target, case, head_dim_vo, kind):
+    """A bool tensor after None is a dense mask."""
     inputs, wrapper = made(dataclasses.replace(case, mask=kind), target)
-    masks = (inputs.custom_mask, inputs.packed_custom_mask)
-    wrapper.plan(*leading(inputs), *head_dim_vo, *masks, q_data_type=case.dtype)
-    check(inputs, wrapper)
-
-
-@WRAPPERS
-def test_a_bool_mask_after_none_is_dense(target, case):
-    inputs, wrapper = made(dataclasses.replace(case, mask=MaskKind.CUSTOM), target)
-    wrapper.plan(*leading(inputs), None, inputs.custom_mask, q_data_type=case.dtype)
+    packed = () if kind is MaskKind.CUSTOM else (inputs.packed_custom_mask,)
+    wrapper.plan(
+        *leading(inputs), *head_dim_vo, inputs.custom_mask, *packed, q_data_type=case.dtype
+    )
     check(inputs, wrapper)
 
 
@@ -142,22 +138,14 @@ def test_numbers_of_other_types(target, case):
     wrapper.plan(**dict(zip(names, leading(inputs), strict=False)), **options)
     assert wrapper._causal is True
     check(inputs, wrapper, Pipeline(float(torch.tensor(SCALE)), True, WINDOW, CAP))
-
-
-def test_numbers_of_other_types_for_one_request(target):
-    inputs = build(SINGLE, device=target.device)
-    scale = torch.tensor(SCALE, device=target.device)
-    options = {"causal": np.bool_(True), "sm_scale": scale, "rope_theta": 1e4}
-    result = runner.single(inputs, backend=target.backend, **options)
+    inputs, scale = build(SINGLE, device=target.device), torch.tensor(SCALE, device=target.device)
+    options = {"causal": np.bool_(True), "sm_scale": scale, "allow_fp16_qk_reduction": True}
+    result = runner.single(inputs, backend=target.backend, rope_theta=1e4, **options)
     check(inputs, None, Pipeline(float(scale), True), result)
 
 
 def plans(*more, **options):
     return lambda w, i: w.plan(*leading(i), *more, **options)
-
-
-def again(**options):
-    return lambda w, i: runner.plan(w, i, **options)
 
 
 def runs(**options):
@@ -186,6 +174,7 @@ def unbound(method, spoil):
     return call
 
 
+# Cases, the call on a planned wrapper, and the refusal.
 REFUSED = {
     "given twice": (
         BOTH, plans(64, head_dim_vo=64), TypeError,
@@ -196,29 +185,21 @@ REFUSED = {
         BOTH, lambda w, i: w.run(*tensors(i), *(None,) * 5, torch.ones(4)), TypeError,
         r"run\(\) got",
     ),
-    "jit_kwargs": (
-        BOTH, constructs(jit_kwargs={"use_sliding_window": True}), NotImplementedError, "jit_kwargs"
-    ),
     "owns mask": (
         BOTH, constructs(variant_owns_mask=True), NotImplementedError, "variant_owns_mask"
     ),
-    "o_scale": (BOTH, runs(o_scale=0.5), NotImplementedError, "o_scale"),
-    "fp16 softmax": (BOTH, runs(use_fp16_softmax=True), NotImplementedError, "use_fp16_softmax"),
-    "spcompress": (BOTH, runs(uses_spcompress=True), NotImplementedError, "uses_spcompress"),
+    **{
+        f"{name} of run": (BOTH, runs(**{name: value}), NotImplementedError, name)
+        for name, value in (
+            ("o_scale", 0.5), ("use_fp16_softmax", True), ("uses_spcompress", True)
+        )
+    },
     "v_indptr": (
         (RAGGED,), lambda w, i: runner.plan(w, i, v_indptr=i.kv_indptr + 1), ValueError, "v_indptr"
     ),
     "o_indptr": (
         (RAGGED,), lambda w, i: runner.plan(w, i, o_indptr=i.qo_indptr + 1), ValueError, "o_indptr"
     ),
-    **{
-        f"causal {value}": ((RAGGED,), again(causal=value), TypeError, "causal")
-        for value in (0, 1, 2, -1, "yes", 1.0, None)
-    },
-    **{
-        name: ((RAGGED,), again(**{name: 5e5}), ValueError, f"{name}=500000.0.*ROPE_LLAMA")
-        for name in ("rope_scale", "rope_theta")
-    },
     # The fourth positional argument: factors of the heads of an fp8 q, not a mask.
     "a float tensor": (
         (SINGLE,),
@@ -279,42 +260,29 @@ def test_the_environment_and_other_calls(monkeypatch):
     indptr, last = torch.tensor([0, 2, 3], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     decode.plan(indptr, table, last, 4, 2, 64, 16)
     assert (decode._backend, decode.resolved_backend) == ("fa2", "cpu")
-    monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
-    wrapper = runner.planned(build(PAGED), backend="auto")
-    assert wrapper._backend == "cpu"
-    assert "PREFLASH_BACKEND" not in repr(runner.make_wrapper(RAGGED, backend="cpu"))
-    monkeypatch.setenv("PREFLASH_BACKEND", "")
-    assert "PREFLASH_BACKEND" not in repr(runner.make_wrapper(RAGGED, backend="cpu"))
-    with pytest.raises(ValueError, match="cutlass"):
-        runner.make_wrapper(RAGGED, backend="cutlass")
-    monkeypatch.setenv("PREFLASH_BACKEND", "fa4")
-    with pytest.raises(ValueError, match="PREFLASH_BACKEND='fa4'"):
-        runner.make_wrapper(RAGGED, backend="cpu")
-
-
-STEP = {"causal": True, "window_left": 11, "logits_soft_cap": 20.0, "sm_scale": 0.3}
-
-
-def check_step(wrapper, inputs) -> None:
-    result = wrapper.forward_return_lse(*tensors(inputs), **STEP)
-    check(inputs, wrapper, Pipeline(0.3, True, 11, 20.0), result)
+    for value in ("cpu", ""):
+        monkeypatch.setenv("PREFLASH_BACKEND", value)
+        assert "PREFLASH_BACKEND" not in repr(runner.make_wrapper(RAGGED, backend="cpu"))
+    for value, backend, says in (
+        ("", "cutlass", "cutlass"), ("fa4", "cpu", "PREFLASH_BACKEND='fa4'")
+    ):  # fmt: skip
+        monkeypatch.setenv("PREFLASH_BACKEND", value)
+        with pytest.raises(ValueError, match=says):
+            runner.make_wrapper(RAGGED, backend=backend)
 
 
 @WRAPPERS
-def test_steps_of_begin_forward_and_forward(target, case):
-    """Each step's options are its own: forward()'s, or begin_forward()'s in run()."""
+def test_run_has_the_options_of_begin_forward(target, case):
+    """forward() has options of its own in every step: test_wrapper_contract.py."""
     inputs, wrapper = made(case, target)
-    for step in range(3):
-        inputs = build(case, device=target.device, seed=step)
-        wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
-        for _ in range(2):
-            check_step(wrapper, inputs)
-    assert (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap) == (False, -1, 0.0)
+    step = {"causal": True, "window_left": 11, "logits_soft_cap": 20.0, "sm_scale": 0.3}
     for _ in range(2):
+        wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
+        result = wrapper.forward_return_lse(*tensors(inputs), **step)
+        check(inputs, wrapper, Pipeline(0.3, True, 11, 20.0), result)
+        attributes = (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap)
+        assert attributes == (False, -1, 0.0)
         check(inputs, wrapper, Pipeline(case.scale))
-    wrapper.begin_forward(*leading(inputs), q_data_type=case.dtype)
-    check(inputs, wrapper, Pipeline(case.scale))
-    check_step(wrapper, inputs)
     runner.plan(wrapper, inputs, causal=True)
     check(inputs, wrapper, Pipeline(case.scale, True))
 
@@ -416,16 +384,12 @@ WRITES = {
 @pytest.mark.parametrize("name", ["_paged_kv_last_page_len_buf", "_custom_mask_buf"])
 def test_arrays_of_a_plan_cannot_be_written(target, name, write):
     """Kernels would not see a written length; the full and empty tiles of a written mask would
-    be those of the plan."""
+    be those of the plan. plan() itself takes them."""
     inputs, wrapper = planned(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
     with pytest.raises(NotImplementedError, match=r"plan\(\)"):
         write(getattr(wrapper, name))
     getattr(wrapper, name).view(-1).clone().fill_(0)
     check(inputs, wrapper)
-
-
-def test_plan_takes_its_own_buffers(target):
-    inputs, wrapper = planned(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
     wrapper.plan(
         *(getattr(wrapper, name) for name in ARRAYS[PAGED]), 4, 2, 64, 16,
         packed_custom_mask=wrapper._custom_mask_buf, q_data_type=PAGED.dtype,

@@ -189,6 +189,12 @@ def test_every_module_that_holds_a_served_name_gets_ours(flashinfer, engine):
         assert engine.merge is flashinfer.merge_state is preflash.merge_state
         assert engine._pack is flashinfer.pod.packbits is preflash.packbits
         assert all(after[key] == id(new) for key, new in ours.items())
+        for piece in (
+            "flashinfer 9.8.7", "in effect", "preflash.decode.fast_decode_plan in flashinfer",
+            "serving_engine (as merge)", *REPLACED,
+        ):  # fmt: skip
+            assert piece in repr(patch)
+    assert "undone" in repr(patch)
     assert ours.keys() == {(home, n) for home, names in REPLACED.items() for n in names.split()}
     assert after.keys() == before.keys()
     assert {key for key in before if before[key] != after[key]} == ours.keys()
@@ -214,9 +220,18 @@ def test_a_class_of_flashinfer_that_builds_on_our_decode_wrapper(flashinfer, lay
 
 
 def test_undo_restores_every_object(flashinfer, engine):
+    """A second patch changes nothing and undoes nothing."""
     before = attributes()
     patch = preflash.patch_flashinfer()
-    assert attributes() != before
+    assert patch.replaced
+    patched = attributes()
+    assert patched != before
+    with preflash.patch_flashinfer() as second:
+        assert attributes() == patched
+        assert second.replaced == []
+        assert "already" in second.reason
+        assert "already" in repr(second)
+    assert attributes() == patched
     for _ in range(2):
         patch.undo()
         assert attributes() == before
@@ -228,20 +243,6 @@ def test_undo_restores_every_object(flashinfer, engine):
     patch.undo()
     assert flashinfer.merge_state is mine
     assert flashinfer.cascade.merge_state.__module__ == "flashinfer.cascade"
-
-
-def test_a_second_patch_changes_nothing_and_undoes_nothing(flashinfer, engine):
-    before = attributes()
-    with preflash.patch_flashinfer() as first:
-        patched = attributes()
-        with preflash.patch_flashinfer() as second:
-            assert attributes() == patched
-        assert attributes() == patched
-        assert first.replaced
-        assert second.replaced == []
-        assert "already" in second.reason
-        assert "already" in repr(second)
-    assert attributes() == before
 
 
 def test_modules_imported_while_patched(flashinfer):
@@ -256,17 +257,6 @@ def test_modules_imported_while_patched(flashinfer):
     assert late.BatchDecodeWithPagedKVCacheWrapper is original
     # Documented: it cannot be told from an import of preflash's own.
     assert engine.BatchDecodeWithPagedKVCacheWrapper is preflash.BatchDecodeWithPagedKVCacheWrapper
-
-
-def test_repr_says_what_came_from_where(flashinfer, engine):
-    patch = preflash.patch_flashinfer()
-    for piece in (
-        "flashinfer 9.8.7", "in effect", "preflash.decode.fast_decode_plan in flashinfer",
-        "serving_engine (as merge)", *REPLACED,
-    ):  # fmt: skip
-        assert piece in repr(patch)
-    patch.undo()
-    assert "undone" in repr(patch)
 
 
 def test_modules_that_load_themselves_are_not_loaded(flashinfer, no_flashinfer, tmp_path):

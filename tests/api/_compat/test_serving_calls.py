@@ -1,7 +1,6 @@
 """Serving engines' calls compute, argument by argument as each engine makes them."""
 
 import dataclasses
-import functools
 import math
 
 import preflash as flashinfer
@@ -9,19 +8,15 @@ import pytest
 import torch
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, compare, poison, runner
 from preflash.testing.oracle import Pipeline, reference
-from shared_prefixes import table_of
 
 CAUSAL = {"mask": MaskKind.CAUSAL}
 SLOTS = {"page_size": 1}
 HEADS = (8, 2, 128)
-HEADS_BY_NAME = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), HEADS, strict=True))
 # Prefill chunks with history and decodes, K and V as two halves of one last dimension.
 VLLM = Case(
     "vllm", (1, 1, 40, 9), (90, 17, 40, 129), *HEADS, page_size=16, form=KvForm.HALVES, **CAUSAL
 )
 CHUNKS = Case("chunks", (1, 40, 9), (90, 40, 129), *HEADS, page_size=16, **CAUSAL)
-DECODES = Case("decodes", (1,) * 4, (90, 17, 1, 333), *HEADS, page_size=16, form=KvForm.HALVES)
-SGLANG = Case("sglang", (7, 30, 1, 12), (60, 30, 200, 77), *HEADS, **SLOTS, **CAUSAL)
 MLA = Case("mla", (37, 100, 1), (37, 211, 9), 4, 4, 192, 128, mask=MaskKind.CAUSAL)
 DTYPES = {"q_data_type": VLLM.dtype, "kv_data_type": VLLM.dtype}
 VLLM_PLAN = {
@@ -38,13 +33,6 @@ def paged(target, layout="NHD", **options):
 
 def ragged(target):
     return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace(target.device), "NHD")
-
-
-def decode(target, layout="NHD", **options):
-    work = runner.workspace(target.device)
-    return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        work, layout, use_tensor_cores=True, **options
-    )
 
 
 def check(inputs, out, lse=None, pipeline=None) -> None:
@@ -74,18 +62,25 @@ def vllm_plan(wrapper, inputs, **changes) -> None:
     wrapper.plan(**{**options, "o_data_type": VLLM.dtype, **changes})
 
 
+TRTLLM_BUFFERS = {
+    "qo_indptr_buf": 5, "paged_kv_indptr_buf": 5, "paged_kv_indices_buf": 64,
+    "paged_kv_last_page_len_buf": 4,
+}  # fmt: skip
+# A case, buffers of the constructor, and options of plan().
 VLLM_LAYERS = {
-    "NHD": ({}, {}),
-    "HND": ({"layout": "HND"}, {}),
-    "batch invariance": ({}, {"fixed_split_size": 4096, "disable_split_kv": True}),
-    "gemma": ({}, {"window_left": 31, "logits_soft_cap": 20.0, "sm_scale": 0.11}),
+    "NHD": ({}, {}, {}),
+    "HND": ({"layout": "HND"}, {}, {}),
+    "batch invariance": ({}, {}, {"fixed_split_size": 4096, "disable_split_kv": True}),
+    "gemma": ({}, {}, {"window_left": 31, "logits_soft_cap": 20.0, "sm_scale": 0.11}),
+    "TensorRT-LLM's buffers without graphs": ({}, TRTLLM_BUFFERS, {}),
 }
 
 
-@pytest.mark.parametrize(("case", "options"), VLLM_LAYERS.values(), ids=VLLM_LAYERS)
-def test_vllm_paged(target, case, options):
+@pytest.mark.parametrize(("case", "buffers", "options"), VLLM_LAYERS.values(), ids=VLLM_LAYERS)
+def test_vllm_paged(target, case, buffers, options):
     inputs = build(dataclasses.replace(VLLM, **case), device=target.device)
-    wrapper = paged(target, inputs.case.layout, backend="auto")
+    buffers = {name: torch.zeros(n).int().to(target.device) for name, n in buffers.items()}
+    wrapper = paged(target, inputs.case.layout, backend="auto", use_cuda_graph=False, **buffers)
     vllm_plan(wrapper, inputs, **options)
     wanted = {**VLLM_PLAN, **options}
     window, cap, scale = wanted["window_left"], wanted["logits_soft_cap"] or 0.0, wanted["sm_scale"]
@@ -147,16 +142,16 @@ def test_mla_prefill(target, engine, index_device):
     where = target.device if index_device == "device" else "cpu"
     inputs = build(MLA, device=target.device, index_device=where)
     wrapper = ragged(target)
+    arrays = {"qo_indptr": inputs.qo_indptr, "kv_indptr": inputs.kv_indptr}
     sizes = {"num_qo_heads": 4, "num_kv_heads": 4, "head_dim_qk": 192, "head_dim_vo": 128}
-    given = {"qo_indptr": inputs.qo_indptr, "kv_indptr": inputs.kv_indptr, **sizes}
-    given |= {"q_data_type": MLA.dtype, "causal": True}
-    options = {"sm_scale": MLA.scale, "logits_soft_cap": None}
+    options = {"sm_scale": MLA.scale, "logits_soft_cap": 0.0, "causal": True}
     if engine == "SGLang":
-        wrapper.begin_forward(**given)
-        options["logits_soft_cap"] = 0.0
-        check(inputs, wrapper.forward(inputs.q, inputs.k, inputs.v, causal=True, **options))
+        wrapper.begin_forward(**arrays, **sizes, q_data_type=MLA.dtype, causal=True)
+        check(inputs, wrapper.forward(inputs.q, inputs.k, inputs.v, **options))
         return
-    wrapper.plan(**given, **options, window_left=-1, o_data_type=MLA.dtype)
+    types = {"q_data_type": MLA.dtype, "o_data_type": MLA.dtype}
+    options |= {"logits_soft_cap": None, "window_left": -1}
+    wrapper.plan(**arrays, **sizes, **types, **options)
     out = poison((138, 4, 128), MLA.dtype, target.device)
     _, lse = wrapper.run(q=inputs.q, k=inputs.k, v=inputs.v, out=out, return_lse=True)
     check(inputs, out, lse)
@@ -211,84 +206,3 @@ def test_sglang_tree_mask(target, dtype, buffer):
     out = wrapper.forward(inputs.q, (inputs.k, inputs.v), causal=True, sm_scale=case.scale)
     causal = dataclasses.replace(case, mask=MaskKind.CAUSAL)
     check(dataclasses.replace(inputs, case=causal, masks=None, custom_mask=None), out)
-
-
-@pytest.mark.parametrize("cap", [0.0, 30.0])
-@pytest.mark.parametrize("fast", [False, True])
-def test_sglang_decode(target, cap, fast):
-    case = dataclasses.replace(DECODES, page_size=1, form=KvForm.FLAT)
-    work = runner.workspace(target.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD", use_tensor_cores=fast)
-    if fast:
-        wrapper.begin_forward = functools.partial(flashinfer.fast_decode_plan, wrapper)
-    for seed in range(2):
-        inputs = build(case, device=target.device, seed=seed)
-        options = {"data_type": case.dtype, "q_data_type": case.dtype, "non_blocking": True}
-        options |= {"fixed_split_size": None, "disable_split_kv": False}
-        options |= {"global_override_indptr_cpu": inputs.kv_indptr.cpu()} if fast else {}
-        wrapper.begin_forward(*with_spare(inputs), *HEADS, 1, **options)
-        options = {"logits_soft_cap": cap, "k_scale": 1.5, "v_scale": 0.5}
-        out = wrapper.forward(inputs.q, (inputs.k, inputs.v), sm_scale=0.1, **options)
-        check(inputs, out, None, Pipeline(0.15, False, -1, cap, out_scale=0.5))
-
-
-# Other engines
-
-
-def test_tensorrt_llm_append_then_prefill_and_decode(target):
-    """Contexts and generations are planned out of one table, after their tokens are appended."""
-    case = Case("trt", (20, 8, 1, 1), (20, 40, 50, 17), *HEADS, page_size=16)
-    inputs = build(case, device=target.device)
-    pool = torch.stack([inputs.k, inputs.v], 1)
-    new = [inputs.request(i) for i in range(4)]
-    k, v = (
-        torch.cat([getattr(r, n)[-r.q.shape[0] :] for r in new]).contiguous() for n in ("k", "v")
-    )
-    for i, r in enumerate(new):  # the pool has only the keys before the appended ones
-        for position in range(r.k.shape[0] - r.q.shape[0], r.k.shape[0]):
-            pool[inputs.page_table[i][position // 16], :, position % 16] = float("nan")
-    lengths = flashinfer.get_seq_lens(inputs.kv_indptr, inputs.last_page_len, 16)
-    indices, positions = flashinfer.get_batch_indices_positions(
-        inputs.qo_indptr, lengths, k.shape[0]
-    )
-    flashinfer.page.append_paged_kv_cache(
-        append_key=k, append_value=v, batch_indices=indices, positions=positions,
-        paged_kv_cache=pool, kv_indices=inputs.indices, kv_indptr=inputs.kv_indptr,
-        kv_last_page_len=inputs.last_page_len, kv_layout="NHD",
-    )  # fmt: skip
-    sizes = {"qo_indptr": 3, "paged_kv_indptr": 3, "paged_kv_indices": 64}
-    sizes["paged_kv_last_page_len"] = 2
-    prefill = paged(
-        target, backend=target.backend, use_cuda_graph=False,
-        **{f"{name}_buf": target.to(torch.zeros(n).int()) for name, n in sizes.items()},
-    )  # fmt: skip
-    indptr, pages, last = table_of(inputs)
-    options = {"sm_scale": case.scale, **DTYPES}
-    prefill.plan(
-        inputs.qo_indptr[:3], indptr[:3], pages, last[:2], *HEADS, 16, causal=True,
-        window_left=-1, **options,
-    )  # fmt: skip
-    generation = decode(target, use_cuda_graph=False, backend=target.backend)
-    generation.plan(indptr[2:], pages, last[2:], *HEADS, 16, **options)
-    out = poison(inputs.q.shape, case.dtype, target.device)
-    prefill.run(inputs.q[:28], pool, out=out[:28])
-    generation.run(inputs.q[28:], pool, out=out[28:])
-    check(inputs, out, None, Pipeline(case.scale, True))
-
-
-def test_tgi_prefill(target):
-    inputs = build(CHUNKS, device=target.device)
-    given = {"float_workspace_buffer": runner.workspace(target.device), "kv_layout": "NHD"}
-    state = flashinfer.BatchPrefillWithPagedKVCacheWrapper(**given, use_cuda_graph=False)
-    for _ in range(2):
-        state.begin_forward(
-            qo_indptr=inputs.qo_indptr, paged_kv_indptr=inputs.kv_indptr,
-            paged_kv_indices=inputs.indices, paged_kv_last_page_len=inputs.last_page_len,
-            custom_mask=None, **HEADS_BY_NAME, **DTYPES, page_size=16, window_left=-1,
-        )  # fmt: skip
-        out = state.forward(
-            inputs.q, causal=True, paged_kv_cache=(inputs.k, inputs.v), logits_soft_cap=30.0,
-            sm_scale=0.1, **NO_SCALES,
-        )  # fmt: skip
-        state.end_forward()
-        check(inputs, out, None, Pipeline(0.1, True, -1, 30.0))

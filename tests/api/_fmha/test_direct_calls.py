@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import types
 
@@ -21,6 +22,7 @@ SHORT = dataclasses.replace(CONTEXT, name="short", qo_lens=(3, 3, 3))
 DRAFTS = dataclasses.replace(
     CONTEXT, name="drafts", qo_lens=(4, 4, 4), kv_lens=(30, 77, 2), mask=MaskKind.CUSTOM
 )
+NO_MASK = dataclasses.replace(CONTEXT, mask=MaskKind.NONE)
 VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")
 
 
@@ -45,17 +47,25 @@ def pools_of(inputs) -> tuple:
     return inputs.cache if isinstance(inputs.cache, tuple) else inputs.cache.unbind(1)
 
 
+def common(inputs, target, on) -> dict:
+    """Returns the arguments that calls of pages share; `on` is as in arrays()."""
+    own = {"window_left": inputs.case.window_left, "backend": target.backend}
+    return {**own, "workspace_buffer": runner.workspace(target.device), **arrays(inputs, on)}
+
+
+def ends_of_rows(inputs, on) -> torch.Tensor:
+    return inputs.qo_indptr if isinstance(on, dict) else inputs.qo_indptr.to(on)
+
+
 def context(inputs, target, on="cpu", **options):
     case = inputs.case
     own = {
         "kv_cache": inputs.cache, "max_q_len": max(case.qo_lens),
         "max_kv_len": max(case.kv_lens) + 5, "bmm1_scale": case.scale, "bmm2_scale": 1.0,
-        "batch_size": case.batch_size,
-        "cum_seq_lens_q": inputs.qo_indptr if isinstance(on, dict) else inputs.qo_indptr.to(on),
+        "batch_size": case.batch_size, "cum_seq_lens_q": ends_of_rows(inputs, on),
         "cum_seq_lens_kv": None, "kv_layout": case.layout,
-        "causal": case.mask is MaskKind.CAUSAL, "window_left": case.window_left,
-        "sinks": None if inputs.sinks is None else [inputs.sinks], "backend": target.backend,
-        "workspace_buffer": runner.workspace(target.device), **arrays(inputs, on),
+        "causal": case.mask is MaskKind.CAUSAL,
+        "sinks": None if inputs.sinks is None else [inputs.sinks], **common(inputs, target, on),
     }  # fmt: skip
     return preflash.trtllm_batch_context_with_kv_cache(inputs.q, **{**own, **options})
 
@@ -64,22 +74,24 @@ def decode(inputs, target, on="cpu", **options):
     case = inputs.case
     own = {
         "kv_cache": inputs.cache, "max_seq_len": max(case.kv_lens), "bmm1_scale": case.scale,
-        "kv_layout": case.layout, "window_left": case.window_left,
-        "q_len_per_req": max(case.qo_lens), "sinks": inputs.sinks, "backend": target.backend,
-        "workspace_buffer": runner.workspace(target.device), **arrays(inputs, on),
+        "kv_layout": case.layout, "q_len_per_req": max(case.qo_lens), "sinks": inputs.sinks,
+        **common(inputs, target, on),
     }  # fmt: skip
     return preflash.trtllm_batch_decode_with_kv_cache(inputs.q, **{**own, **options})
 
 
+def decode_of_rows(inputs, target, on="cpu", **options):
+    rows = {"max_q_len": max(inputs.case.qo_lens), "cum_seq_lens_q": ends_of_rows(inputs, on)}
+    return decode(inputs, target, on, **{**rows, "q_len_per_req": None, **options})
+
+
 def cudnn_decode(inputs, target, on="cpu", **options):
-    case, given = inputs.case, arrays(inputs, on)
-    k, v = pools_of(inputs)
-    own = {
+    case, (k, v) = inputs.case, pools_of(inputs)
+    own = common(inputs, target, on)
+    own["actual_seq_lens_kv"] = own.pop("seq_lens")
+    own |= {
         "k_cache": k, "v_cache": v, "scale": case.scale, "max_sequence_kv": max(case.kv_lens),
-        "actual_seq_lens_kv": given["seq_lens"], "block_tables": given["block_tables"],
-        "q_len_per_req": max(case.qo_lens), "window_left": case.window_left,
-        "sinks": inputs.sinks, "backend": target.backend,
-        "workspace_buffer": runner.workspace(target.device),
+        "q_len_per_req": max(case.qo_lens), "sinks": inputs.sinks,
     }  # fmt: skip
     return preflash.cudnn_batch_decode_with_kv_cache(inputs.q, **{**own, **options})
 
@@ -117,17 +129,24 @@ CALLS = {
     "decode of three": (decode, SHORT),
     "cudnn": (cudnn_decode, DECODE),
     "cudnn of three": (cudnn_decode, SHORT),
+    "decode of rows": (decode_of_rows, CONTEXT),
+    "context without a mask": (context, NO_MASK),
 }
-OF_CALLS = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-WITH_OPTIONS = pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
+CALLS_WITH_OPTIONS = pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        row
+        for row in itertools.product(CALLS, OPTIONS)
+        if row != ("context without a mask", "window")
+    ],
+)
 
 
-@WITH_OPTIONS
-@OF_CALLS
-def test_calls(target, call, changes):
-    attend, case = call
-    case = dataclasses.replace(case, **changes)
-    if attend is cudnn_decode and case.layout == "NHD":
+@CALLS_WITH_OPTIONS
+def test_calls(target, name, option):
+    attend, case = CALLS[name]
+    case = dataclasses.replace(case, **OPTIONS[option])
+    if attend is cudnn_decode:
         case = dataclasses.replace(case, layout="HND")
     inputs = build(case, device=target.device)
     for place in places(target):
@@ -138,10 +157,9 @@ def test_calls(target, call, changes):
         check(inputs, (out, lse))
 
 
-@WITH_OPTIONS
-@OF_CALLS
-def test_plans_for_the_longest_requests(unread_lengths, call, changes):
-    test_calls(unread_lengths, call, changes)
+@CALLS_WITH_OPTIONS
+def test_plans_for_the_longest_requests(unread_lengths, name, option):
+    test_calls(unread_lengths, name, option)
 
 
 def test_calls_by_position(target):
@@ -173,19 +191,6 @@ def test_calls_by_position(target):
     check(inputs, result)
 
 
-def test_context_without_a_mask(target):
-    inputs = build(dataclasses.replace(CONTEXT, mask=MaskKind.NONE), device=target.device)
-    for place in places(target):
-        check(inputs, context(inputs, target, place, return_lse=True))
-
-
-def test_decode_of_other_numbers_of_queries(target):
-    inputs = build(CONTEXT, device=target.device)
-    for place in places(target):
-        rows = {"max_q_len": 33, "cum_seq_lens_q": inputs.qo_indptr.to(place)}
-        check(inputs, decode(inputs, target, place, **rows, q_len_per_req=None, return_lse=True))
-
-
 def test_scales(target):
     inputs = build(DECODE, device=target.device)
     expected = decode(inputs, target, bmm2_scale=0.5)
@@ -212,17 +217,27 @@ def test_one_cache_for_keys_and_values(target):
 ELEMENTS = torch.arange(4) * 4 * 64  # offsets of the rows of DECODE
 
 
-def test_shapes_of_lengths(target):
-    inputs = build(DECODE, device=target.device)
-    kv_lens = torch.tensor(DECODE.kv_lens)
-    expected = cudnn_decode(inputs, target)
-    for options in (
-        {"actual_seq_lens_kv": kv_lens},
-        {"actual_seq_lens_kv": kv_lens.int()[:, None, None, None]},
-        {"batch_offsets_q": ELEMENTS, "batch_offsets_o": ELEMENTS[:3]},
-    ):
-        assert torch.equal(cudnn_decode(inputs, target, **options), expected)
-    assert torch.equal(decode(inputs, target, seq_lens=kv_lens.to(torch.uint32)), expected)
+# A word of 32 bits for each query: causal.
+CAUSAL = torch.tensor([1, 3, 7]).repeat(3, 1).to(torch.int32)[..., None].view(torch.uint16)
+LENS = torch.tensor(DECODE.kv_lens)
+# A call, its case, and options that change nothing.
+SAME = [
+    (cudnn_decode, DECODE, {"actual_seq_lens_kv": LENS}),
+    (cudnn_decode, DECODE, {"actual_seq_lens_kv": LENS.int()[:, None, None, None]}),
+    (cudnn_decode, DECODE, {"batch_offsets_q": ELEMENTS, "batch_offsets_o": ELEMENTS[:3]}),
+    (decode, DECODE, {"seq_lens": LENS.to(torch.uint32)}),
+    (decode, SHORT, {"mask": CAUSAL}),
+    (decode, SHORT, {"mask": CAUSAL.view(torch.uint32)}),
+]
+
+
+@pytest.mark.parametrize(("attend", "case", "options"), SAME)
+def test_other_forms_of_an_argument(target, attend, case, options):
+    inputs = build(case, device=target.device)
+    expected = attend(inputs, target)
+    assert torch.equal(attend(inputs, target, **options), expected)
+    if options.get("mask") is CAUSAL:  # which may be on the device too
+        assert torch.equal(attend(inputs, target, mask=CAUSAL.to(target.device)), expected)
 
 
 def test_offsets_follow_strides(target):
@@ -240,17 +255,6 @@ def test_offsets_follow_strides(target):
     assert torch.equal(cudnn_decode(one, target, batch_offsets_q=ELEMENTS[:2]), expected)
 
 
-# A word of 32 bits for each query: causal.
-CAUSAL = torch.tensor([1, 3, 7]).repeat(3, 1).to(torch.int32)[..., None].view(torch.uint16)
-
-
-def test_masks_of_queries_that_are_causal(target):
-    inputs = build(SHORT, device=target.device)
-    expected = decode(inputs, target)
-    for mask in (CAUSAL, CAUSAL.view(torch.uint32), CAUSAL.to(target.device)):
-        assert torch.equal(decode(inputs, target, mask=mask), expected)
-
-
 FULL = torch.ones(3, 4, 4, dtype=torch.bool)
 TREES = {
     "full": FULL,
@@ -266,7 +270,7 @@ def words_of(tree: torch.Tensor) -> torch.Tensor:
     return words[..., None].view(torch.uint16)
 
 
-@WITH_OPTIONS
+@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_draft_trees(target, tree, changes):
     case = dataclasses.replace(DRAFTS, **changes)
@@ -340,16 +344,10 @@ def test_fmha_varlen(target, mask):
     comparison.compare(scaled, None, reference(inputs), logit_rounding=48.0).check()
 
 
-def by_rows(**options):
-    """Makes options of decode() with the rows that cum_seq_lens_q gives."""
-    return lambda i: {"cum_seq_lens_q": i.qo_indptr, "q_len_per_req": None, **options}
-
-
 def lengths_beyond(number: int):
     return lambda i: {"seq_lens": torch.tensor(i.case.kv_lens) + number}
 
 
-NO_MASK = dataclasses.replace(CONTEXT, mask=MaskKind.NONE)
 FORM = r"mask is .*\[batch_size, q_len_per_req, words\]"
 # A call and its case, an error, and options (or a function of the inputs that makes them) with a
 # piece of each message.
@@ -375,7 +373,7 @@ REFUSED = [
         ({"max_seq_len": 3}, "max_seq_len"),
         ({"q_len_per_req": 2}, "query has 3 rows"),
         ({"backend": "trtllm-gen"}, "trtllm-gen"),
-        (by_rows(), "max_q_len=None"),
+        (lambda i: {"cum_seq_lens_q": i.qo_indptr, "q_len_per_req": None}, "max_q_len=None"),
         ({"o_scale": 2.0}, "o_scale=2"),
         (lengths_beyond(2**32), "max_seq_len|negative"),
         (lengths_beyond(-(2**32)), "max_seq_len|negative"),
@@ -389,9 +387,7 @@ REFUSED = [
         *(({"mask": m}, FORM) for m in (CAUSAL[:2], CAUSAL[:, :2], CAUSAL[0], CAUSAL.float())),
         ({"mask": CAUSAL[..., :0]}, "mask has 0 bits for each query"),
     ]),
-    (decode, SHORT, NotImplementedError, [
-        (by_rows(max_q_len=3, mask=CAUSAL), "mask with cum_seq_lens_q"),
-    ]),
+    (decode_of_rows, SHORT, NotImplementedError, [({"mask": CAUSAL}, "mask with cum_seq_lens_q")]),
     (cudnn_decode, DECODE, NotImplementedError, [
         ({"batch_offsets_k": torch.ones(1)}, "batch_offsets_k"),
     ]),
@@ -437,9 +433,9 @@ def test_refusals(target, attend, case, error, options, match):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-@OF_CALLS
-def test_a_graph_replays_other_lengths(call, backend):
-    attend, case = call
+@pytest.mark.parametrize("name", list(CALLS)[:5])
+def test_a_graph_replays_other_lengths(name, backend):
+    attend, case = CALLS[name]
     target = types.SimpleNamespace(device="cuda", backend=backend)
     inputs = build(case, device="cuda")
     kv_lens = tuple(reversed(case.kv_lens))

@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import types
 
 import preflash
 import pytest
 import torch
 from fuzz.fmha_problems import SPARE, FmhaCase, build
+from planned_cases import mistakes, spoil
 
 attention = preflash.trtllm_fmha_v2_prefill
 
@@ -19,147 +21,131 @@ CONTIGUOUS = dataclasses.replace(SEPARATE, layout="CONTIGUOUS_Q_KV")
 FACTOR = "skip_softmax_threshold_scale_factor"
 
 
-def put(**values):
-    return lambda arguments: arguments.update(values)
+CHUNKED = dataclasses.replace(SEPARATE, mask_mode="chunked")
+OWN_OUT = dataclasses.replace(SEPARATE, brings_out=False)
+AS_IT_IS = types.SimpleNamespace(to=lambda value: value)
 
 
-def change(name: str, function):
-    return lambda arguments: arguments.update({name: function(arguments[name])})
-
-
-def entry(name: str, index: int, value: int):
+def entry(index, value: int):
     def changed(array):
         array = array.clone()
         array[index] = value
         return array
 
-    return change(name, changed)
+    return changed
 
 
 def part(index: int, function):
     """Changes one tensor in the tuple of qkv."""
-    return change("qkv", lambda qkv: (*qkv[:index], function(qkv[index]), *qkv[index + 1 :]))
+    return lambda qkv: (*qkv[:index], function(qkv[index]), *qkv[index + 1 :])
 
 
-# A case, an error, and changes of the arguments with a piece of each message.
-REFUSED = [
-    (SEPARATE, ValueError, [
-        (put(input_layout="QKV"), "input_layout='QKV'.*PACKED"),
-        (part(0, lambda t: t[..., 0]), r"qkv\[0\] has shape"),
-        (part(2, lambda t: t[:-1]), "qkv: v has shape"),
-        (part(1, lambda t: t[..., :32]), "head_dim 32 and q"),
-        (part(0, lambda t: t[:, :3]), "q has 3 heads and k 2"),
-        (change("workspace_buffer", lambda t: t[::2]), "workspace_buf"),
-        (change("workspace_buffer", lambda t: t[1:]), "workspace_buf"),
-        (put(batch_size=-1), "batch_size=-1"),
-        (put(batch_size=3), r"seq_lens has shape.*\(3,\)"),
-        (change("seq_lens", lambda t: t[None]), "seq_lens has"),
-        (entry("seq_lens", 1, -90), r"seq_lens\[1\] = -90"),
-        (entry("seq_lens", 1, 89), r"\[1\] = 89.*agree"),
-        (change("cum_seq_lens_q", lambda t: t[:-1]), "cum_seq_lens_q has"),
-        (entry("cum_seq_lens_q", 2, 1), r"cum_seq_lens_q\[2\] = 1"),
-        (entry("cum_seq_lens_q", -1, 999), r"cum_seq_lens_q\[-1\]"),
-        (change("cum_seq_lens_kv", lambda t: t + 9), "cum_seq_lens_kv"),
-        (put(max_q_len=69), "max_q_len=69: request 3"),
-        (put(max_kv_len=89), "max_kv_len=89: request 1"),
-        (put(block_tables=torch.zeros(4, 9, dtype=torch.int32)), "block_tables is given"),
-        (put(bmm1_scale=math.inf), "bmm1_scale"),
-        (put(bmm1_scale=torch.ones(2)), "bmm1_scale has 2"),
-        (put(bmm1_scale=-1.0), "bmm1_scale=-1.0 with save"),
-        (put(bmm2_scale=math.nan), "bmm2_scale"),
-        (put(mask_mode="full"), "mask_mode='full'"),
-        (put(mask_mode="chunked", chunked_attention_size=48), "chunked_attention_size=48"),
-        (put(chunked_attention_size=3), "chunked_attention_size=3"),
-        (put(window_left=-2), "window_left=-2"),
-        (put(pos_encoding_mode="rope"), "pos_encoding_mode='rope'"),
-        (put(logits_soft_cap_scale=-3.0), "logits_soft_cap_scale=-3"),
-        (put(**{FACTOR: -1.0}), f"{FACTOR}=-1.0"),
-        (put(**{FACTOR: math.nan}), FACTOR),
-        (put(**{FACTOR: 5.0}), f"{FACTOR}=5.0 with save"),
-        (put(sinks=torch.zeros(3)), "sinks has shape"),
-        (put(sinks=[torch.zeros(4)] * 2), "sinks holds 2"),
-        (change("out", lambda t: t[1:]), "out has shape"),
-        (put(out=None, out_dtype="fp4"), "out_dtype='fp4'"),
-        (put(backend="fa9"), "backend='fa9'"),
+# Rows of mistakes() for each layout.
+REFUSED = {
+    "separate": (SEPARATE, [
+        ("input_layout", ValueError, ["QKV", "input_layout='QKV'.*PACKED"]),
+        ("input_layout", TypeError, 3, ["PACKED_QKV", "qkv must be.*3"]),
+        ("qkv", ValueError, [part(0, lambda t: t[..., 0]), r"qkv\[0\] has shape"],
+         [part(2, lambda t: t[:-1]), "qkv: v has shape"],
+         [part(1, lambda t: t[..., :32]), "head_dim 32 and q"],
+         [part(0, lambda t: t[:, :3]), "q has 3 heads and k 2"]),
+        ("qkv", TypeError, part(0, lambda t: t.tolist),
+         [part(1, torch.Tensor.bfloat16), "qkv: k is"]),
+        ("workspace_buffer", ValueError, lambda t: t[::2], lambda t: t[1:]),
+        ("workspace_buffer", TypeError, None),
+        ("batch_size", ValueError, [-1, "batch_size=-1"], [3, r"seq_lens has shape.*\(3,\)"]),
+        ("batch_size", TypeError, 4.0),
+        ("seq_lens", ValueError, [lambda t: t[None], "seq_lens has"],
+         [entry(1, -90), r"seq_lens\[1\] = -90: must not be"],
+         [entry(1, 89), r"\[1\] = 89.*agree"]),
+        ("seq_lens", TypeError, [torch.Tensor.long, "seq_lens is"]),
+        ("cum_seq_lens_q", ValueError, [lambda t: t[:-1], "cum_seq_lens_q has"],
+         [entry(2, 1), r"cum_seq_lens_q\[2\] = 1"], [entry(-1, 999), r"cum_seq_lens_q\[-1\]"]),
+        ("cum_seq_lens_q", TypeError, None),
+        ("cum_seq_lens_kv", ValueError, lambda t: t + 9),
+        ("cum_seq_lens_kv", TypeError, None),
+        ("max_q_len", ValueError, [69, "max_q_len=69: request 3"]),
+        ("max_kv_len", ValueError, [89, "max_kv_len=89: request 1"]),
+        ("block_tables", ValueError,
+         [torch.zeros(4, 9, dtype=torch.int32), "block_tables is given"]),
+        ("bmm1_scale", ValueError, math.inf, [torch.ones(2), "bmm1_scale has 2"],
+         [-1.0, "bmm1_scale=-1.0 with save"]),
+        ("bmm1_scale", TypeError, "one"),
+        ("bmm2_scale", ValueError, math.nan),
+        ("mask_mode", ValueError, ["full", "mask_mode='full'"]),
+        ("mask_mode", TypeError, None),
+        ("chunked_attention_size", ValueError, [3, "chunked_attention_size=3"]),
+        ("window_left", ValueError, [-2, "window_left=-2"]),
+        ("pos_encoding_mode", ValueError, ["rope", "pos_encoding_mode='rope'"]),
+        ("logits_soft_cap_scale", ValueError, [-3.0, "logits_soft_cap_scale=-3"]),
+        (FACTOR, ValueError, [-1.0, f"{FACTOR}=-1.0"], math.nan, [5.0, f"{FACTOR}=5.0 with save"]),
+        (FACTOR, TypeError, torch.ones(1)),
+        ("save_softmax_stats", TypeError, 2),
+        ("sinks", ValueError, [torch.zeros(3), "sinks has shape"],
+         [[torch.zeros(4)] * 2, "sinks holds 2"]),
+        ("sinks", TypeError, [torch.zeros(4).half(), "sinks is"]),
+        ("out", ValueError, [lambda t: t[1:], "out has shape"]),
+        ("out", TypeError, [torch.Tensor.double, "out is"]),
+        ("out_dtype", TypeError, ["bf16", "out is.*out_dtype"]),
+        ("backend", ValueError, ["fa9", "backend='fa9'"]),
     ]),
-    (PACKED, ValueError, [
-        (change("qkv", lambda t: t[:, :2]), r"qkv has shape.*3, num"),
-        (change("cum_seq_lens_kv", lambda t: t - 1), "PACKED_QKV"),
+    "chunked": (CHUNKED, [
+        ("chunked_attention_size", ValueError, [48, "chunked_attention_size=48"]),
     ]),
-    (CONTIGUOUS, ValueError, [
-        (part(1, lambda t: torch.cat([t, t[:, :1]], 1)), r"qkv\[1\] has shape.*2, num_kv_heads"),
-        (put(input_layout="Q_PAGED_KV_NHD"), r"qkv\[1\] has shape"),
+    "own out": (OWN_OUT, [
+        ("out_dtype", ValueError, ["fp4", "out_dtype='fp4'"]),
+        ("out_dtype", TypeError, [torch.float8_e5m2, "out_dtype is"]),
     ]),
-    (PAGED, ValueError, [
-        (put(input_layout="Q_PAGED_KV_NHD"), "qkv.*another input_la"),
-        (entry("seq_lens", 1, 89), r"\[1\] = 89.*agree"),
-        (put(block_tables=None), "block_tables=None"),
-        (change("block_tables", lambda t: t[:, :5]), "block_tables has"),
-        (change("block_tables", lambda t: t[:3]), "block_tables has"),
-        (entry("block_tables", (1, 0), 999), r"block_tables\[1\] holds 999"),
-        (entry("block_tables", (0, 1), -1), r"block_tables\[0\] holds -1"),
+    "packed": (PACKED, [
+        ("qkv", ValueError, [lambda t: t[:, :2], r"qkv has shape.*3, num"]),
+        ("qkv", TypeError, [torch.Tensor.double, "qkv=torch.float64"]),
+        ("cum_seq_lens_kv", ValueError, [lambda t: t - 1, "PACKED_QKV"]),
+        ("input_layout", TypeError, ["Q_PAGED_KV_NHD", "qkv must"]),
     ]),
-    (dataclasses.replace(SEPARATE, num_kv_heads=4), ValueError, [
-        (lambda a: a.update(out=a["qkv"][1][: a["out"].shape[0]]),
-         "out.*shares memory|out has shape"),
+    "contiguous": (CONTIGUOUS, [
+        ("qkv", ValueError, [part(1, lambda t: torch.cat([t, t[:, :1]], 1)),
+         r"qkv\[1\] has shape.*2, num_kv_heads"]),
+        ("input_layout", ValueError, ["Q_PAGED_KV_NHD", r"qkv\[1\] has shape"]),
+        ("input_layout", TypeError, ["SEPARATE_Q_K_V", "qkv.*of 2"]),
     ]),
-    (SEPARATE, TypeError, [
-        (put(input_layout=3), "input_layout"),
-        (put(input_layout="PACKED_QKV"), "qkv must be.*3"),
-        (part(0, lambda t: t.tolist), "qkv"),
-        (part(1, lambda t: t.bfloat16()), "qkv: k is"),
-        (put(workspace_buffer=None), "workspace_b"),
-        (put(batch_size=4.0), "batch_size"),
-        (change("seq_lens", lambda t: t.long()), "seq_lens is"),
-        (put(cum_seq_lens_q=None), "cum_seq_lens_q"),
-        (put(cum_seq_lens_kv=None), "cum_seq_lens_kv"),
-        (put(bmm1_scale="one"), "bmm1_scale"),
-        (put(mask_mode=None), "mask_mode"),
-        (put(**{FACTOR: torch.ones(1)}), FACTOR),
-        (put(save_softmax_stats=2), "save_softmax_stats"),
-        (put(sinks=torch.zeros(4).half()), "sinks is"),
-        (change("out", lambda t: t.double()), "out is"),
-        (put(out_dtype="bf16"), "out is.*out_dtype"),
-        (put(out=None, out_dtype=torch.float8_e5m2), "out_dtype is"),
+    "paged": (PAGED, [
+        ("input_layout", ValueError, ["Q_PAGED_KV_NHD", "qkv.*another input_la"]),
+        ("seq_lens", ValueError, [entry(1, 89), r"\[1\] = 89.*agree"]),
+        ("block_tables", ValueError, [None, "block_tables=None"],
+         [lambda t: t[:, :5], "block_tables has"], [lambda t: t[:3], "block_tables has"],
+         [entry((1, 0), 999), r"block_tables\[1\] holds 999"],
+         [entry((0, 1), -1), r"block_tables\[0\] holds -1"]),
+        ("block_tables", TypeError, [torch.Tensor.long, "block_tables is"]),
     ]),
-    (CONTIGUOUS, TypeError, [
-        (put(input_layout="SEPARATE_Q_K_V"), "qkv.*of 2"),
-    ]),
-    (PACKED, TypeError, [
-        (put(input_layout="Q_PAGED_KV_NHD"), "qkv must"),
-        (change("qkv", lambda t: t.double()), "qkv=torch.float64"),
-    ]),
-    (PAGED, TypeError, [
-        (change("block_tables", lambda t: t.long()), "block_tables is"),
-    ]),
-]  # fmt: skip
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("case", "error", "spoil", "match"),
+    ("case", "argument", "value", "error", "says"),
     [
-        pytest.param(case, error, *row, id=f"{row[1]} {number}")
-        for case, error, rows in REFUSED
-        for number, row in enumerate(rows)
+        pytest.param(case, *row.values, id=f"{name} {row.id}")
+        for name, (case, rows) in REFUSED.items()
+        for row in mistakes(*rows)
     ],
 )
-def test_wrong_arguments_are_refused_by_name(case, error, spoil, match):
+def test_wrong_arguments_are_refused_by_name(case, argument, value, error, says):
     inputs = build(case)
-    out = inputs.arguments["out"]
-    spoil(inputs.arguments)
-    with pytest.raises(error, match=match):
+    out = inputs.arguments.get("out")
+    spoil(inputs.arguments, argument, value, AS_IT_IS)
+    with pytest.raises(error, match=says):
         attention(**inputs.arguments)
-    assert out.isnan().all()
+    assert out is None or out.isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["own", "converted"])
 @pytest.mark.parametrize("index", [1, 2], ids=["k", "v"])
-def test_a_converted_output_on_keys_or_values(index):
-    """A copy writes the output, after the kernel."""
+def test_an_output_on_keys_or_values(index, dtype):
+    """A copy writes an output of another dtype, after the kernel."""
     case = dataclasses.replace(SEPARATE, num_kv_heads=4, stats=False, brings_out=False)
     inputs = build(case)
     keys = inputs.arguments["qkv"][index]
     before = keys.view(torch.int16).clone()
-    out = keys.view(torch.bfloat16)[: inputs.arguments["qkv"][0].shape[0]]
+    out = keys.view(dtype)[: inputs.arguments["qkv"][0].shape[0]]
     with pytest.raises(ValueError, match=f"out shares memory with {'qkv'[index]}"):
         attention(**{**inputs.arguments, "out": out})
     assert torch.equal(keys.view(torch.int16), before)

@@ -3,6 +3,7 @@ how many bytecodes Python executes for it does not depend on the batch."""
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -75,9 +76,10 @@ def test_a_repeated_plan_is_made_in_cpp(target, kind):
 
 
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
-@pytest.mark.parametrize("call", ["run", "run into out", "forward"])
+@pytest.mark.parametrize("call", ["run", "run into out", "forward", "skip tiles"])
 def test_a_repeated_run_is_made_in_cpp(case, call):
-    """The options of forward(), which differ from plan()'s, are checked once for each plan."""
+    """The options of forward(), which differ from plan()'s, are checked once for each plan; a
+    factor by which tiles are left out is no other plan."""
     repeated = []
     for inputs in (build(case), build(long(case))):
         wrapper = runner.make_wrapper(case, backend="cpu")
@@ -86,6 +88,12 @@ def test_a_repeated_run_is_made_in_cpp(case, call):
         run = functools.partial(wrapper.run, *tensors, **options)
         if call == "forward":
             run = functools.partial(wrapper.forward, *tensors, sm_scale=0.3)
+        elif call == "skip tiles":
+            factors = itertools.count(1)
+
+            def run(given=tensors, run=wrapper.run, factors=factors):
+                run(*given, skip_softmax_threshold_scale_factor=next(factors))
+
         for window_left in (-1, 9):
             runner.plan(wrapper, inputs, window_left=window_left)
             first, _, third = (interpreter_steps(run) for _ in range(3))

@@ -63,6 +63,14 @@ def with_options(inputs, **changes):
     return dataclasses.replace(inputs, case=dataclasses.replace(inputs.case, **changes))
 
 
+def with_mask_buffer(stage, target, buffer):
+    """Returns a wrapper with the buffers of a stage, but for that of masks."""
+    buffers = stage.buffers | {"custom_mask_buf": buffer}
+    return preflash.BatchPrefillWithPagedKVCacheWrapper(
+        runner.workspace(target.device), use_cuda_graph=True, backend=target.backend, **buffers
+    )
+
+
 # --- plan() and the buffers --------------------------------------------------
 
 
@@ -155,8 +163,9 @@ def test_the_buffers_themselves_as_arguments(target):
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
-def test_more_page_indices_than_the_buffer_has_room_for(target, on_host):
-    """Entries after the last request's pages are not copied."""
+def test_page_indices_in_their_buffer(target, on_host):
+    """plan() copies no entries after the last request's pages, for which there may be no room.
+    run() reads the buffer, where engines may write other pages on the device."""
     stage = Graphs(PAGED, target)
     inputs = stage.make(*FIRST, on_host=on_host)
     spare = torch.full((2 * stage.limits.pages,), -1).to(inputs.indices)
@@ -164,18 +173,11 @@ def test_more_page_indices_than_the_buffer_has_room_for(target, on_host):
     stage.check_run(inputs)
     buffer = stage.buffers["paged_kv_indices_buf"]
     assert set(buffer[inputs.indices.numel() :].tolist()) == {-7}
-
-
-def test_a_run_reads_page_indices(target):
-    """A page that moves between plan() and run(), as engines write indices on the device."""
-    stage = Graphs(PAGED, target)
-    inputs = stage.make(*FIRST)
-    stage.plan(inputs)
     page, free = int(inputs.indices[2]), stage.limits.pages - 1
     for pool in (stage.k, stage.v):
         pool[free] = pool[page]
         pool[page] = float("nan")
-    stage.buffers["paged_kv_indices_buf"][2] = free
+    buffer[2] = free
     stage.run()
     stage.check(inputs)
 
@@ -216,10 +218,7 @@ def test_a_dense_mask_in_the_storage_of_its_buffer(target):
     inputs = stage.make(*FIRST)
     whole = torch.zeros(8192, dtype=torch.uint8, device=target.device)
     dense = whole[: inputs.custom_mask.numel()].copy_(inputs.custom_mask)
-    stage.wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), use_cuda_graph=True, backend=target.backend,
-        **stage.buffers | {"custom_mask_buf": whole[16:]},
-    )  # fmt: skip
+    stage.wrapper = with_mask_buffer(stage, target, whole[16:])
     stage.plan(dataclasses.replace(inputs, custom_mask=dense))
     stage.check_run(inputs)
 
@@ -266,15 +265,13 @@ def test_every_captured_variant_is_refreshed(target, recorder):
 
 
 def test_masked_runs_replay_the_next_mask(target, recorder):
+    """A capture with a mask needs one in every plan, and a capture without one takes none."""
     stage = Graphs(MASKED, target, recorder, masked=True)
     _, graph = stage.started()
     for mask in (MaskKind.CUSTOM, MaskKind.PACKED):
         stage.check_plans(SMALLER, LARGER_KEYS, FIRST, graph=graph, mask=mask)
     with pytest.raises(ValueError, match=r"captured a run\(\) with a custom mask"):
         stage.plan(stage.make(*FIRST, mask=MaskKind.CAUSAL))
-
-
-def test_a_mask_after_a_capture_without_one(target, recorder):
     stage = Graphs(PAGED, target, recorder, masked=True)
     inputs, graph = stage.started()
     with pytest.raises(ValueError, match="without one"):
@@ -439,11 +436,9 @@ def test_masks_need_room(target):
     with pytest.raises(ValueError, match="needs custom_mask_buf"):
         stage.plan(stage.make(*FIRST))
     stage = Graphs(MASKED, target, masked=True)
+    whole = stage.buffers["custom_mask_buf"]
     for size in (431, 439, 440):  # 375 + 57 bytes are needed, and 8 after them
-        buffers = stage.buffers | {"custom_mask_buf": stage.buffers["custom_mask_buf"][:size]}
-        other = preflash.BatchPrefillWithPagedKVCacheWrapper(
-            runner.workspace(target.device), use_cuda_graph=True, backend=target.backend, **buffers
-        )
+        other = with_mask_buffer(stage, target, whole[:size])
         if size == 440:
             runner.plan(other, stage.make(*FIRST))
             continue
@@ -489,41 +484,25 @@ def test_a_plan_interrupted_anywhere(target, recorder, repeated, monkeypatch):
 
 # --- Decode ------------------------------------------------------------------
 
-DECODE = Case("decode", (1,) * 3, (90, 33, 7), 8, 2, 64, page_size=16)
-
 
 @pytest.mark.parametrize("by_class", [False, True], ids=["flag", "class"])
 def test_decode(target, by_class, recorder):
-    device = target.device
-    ints = {"dtype": torch.int32, "device": device}
-    buffers = [torch.zeros(n, **ints) for n in (4, 120, 3)]
-    work = runner.workspace(device)
+    like = dataclasses.replace(PAGED, num_qo_heads=8, mask=MaskKind.NONE)
+    stage = Graphs(like, target, recorder, Limits(batch=3, rows=3, pages=120))
+    buffers = [
+        stage.buffers[f"paged_kv_{name}_buf"] for name in ("indptr", "indices", "last_page_len")
+    ]
+    work = runner.workspace(target.device)
     if by_class:
-        wrapper = preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(work, *buffers)
+        stage.wrapper = preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(work, *buffers)
     else:
-        wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
-            work, "NHD", True, False, *buffers, backend=target.backend
-        )
-    pool = torch.empty(2, 120, 16, 2, 64, dtype=DECODE.dtype, device=device)
-    q = torch.empty(3, 8, 64, dtype=DECODE.dtype, device=device)
-    out, graph, options = torch.empty_like(q), None, {"q_data_type": DECODE.dtype}
-
-    def run():
-        wrapper.run(q, tuple(pool), out=out)
-
+        make = preflash.BatchDecodeWithPagedKVCacheWrapper
+        stage.wrapper = make(work, "NHD", True, False, *buffers, backend=target.backend)
+    graph = None
     for seed, kv_lens in enumerate(((90, 33, 7), (1, 0, 17), (1000, 512, 100))):
-        inputs = build(dataclasses.replace(DECODE, kv_lens=kv_lens), device=device, seed=seed)
-        q.copy_(inputs.q)
-        pool.fill_(float("nan"))
-        pool[0, : inputs.k.shape[0]], pool[1, : inputs.v.shape[0]] = inputs.k, inputs.v
+        inputs = stage.make((1, 1, 1), kv_lens, seed, on_host=False)
+        stage.load(inputs)
         arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-        wrapper.plan(*arrays, 8, 2, 64, 16, **options)
-        if graph is None:
-            run()
-            graph = capture(recorder, device, run)
-        out.fill_(float("nan"))
-        graph.replay()
-        runner.compare(inputs, out, None).check()
-    assert wrapper._fixed_batch_size == 3
-    with pytest.raises(ValueError, match="batch size is fixed"):
-        wrapper.plan(arrays[0][:3], arrays[1], arrays[2][:2], 8, 2, 64, 16, **options)
+        stage.wrapper.plan(*arrays, 8, 2, 64, 16, q_data_type=like.dtype)
+        graph = graph or stage.capture()
+        stage.check_run(inputs, graph)

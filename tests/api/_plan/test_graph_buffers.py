@@ -3,6 +3,7 @@
 import preflash
 import pytest
 import torch
+from planned_cases import mistakes, spoil
 from preflash.testing import runner
 
 INDPTR, PAGES, LAST = "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
@@ -13,53 +14,49 @@ def paged_buffers(device) -> dict:
     return {n: torch.zeros(k, dtype=torch.int32, device=device) for n, k in sizes.items()}
 
 
-# The buffer that is changed, its value made of all buffers, and a piece of the message.
-BAD_BUFFERS = [
-    ("qo_indptr_buf", lambda b: None, "qo_indptr_buf=None"),
-    (PAGES, lambda b: None, "paged_kv_indices_buf=None"),
-    ("qo_indptr_buf", lambda b: b["qo_indptr_buf"].float(), "qo_indptr_buf is torch.float32"),
-    ("qo_indptr_buf", lambda b: b["qo_indptr_buf"][:0], "qo_indptr_buf is empty"),
-    ("qo_indptr_buf", lambda b: b["qo_indptr_buf"].to("meta"), "qo_indptr_buf"),
-    (INDPTR, lambda b: b[INDPTR][:3], "paged_kv_indptr_buf has 3 elements; must have 4"),
-    (INDPTR, lambda b: b[INDPTR].view(2, 2), "paged_kv_indptr_buf has shape"),
-    (LAST, lambda b: b[INDPTR], "paged_kv_last_page_len_buf has 4 elements; must have 3"),
-    (PAGES, lambda b: b[PAGES][::2], "paged_kv_indices_buf has strides .* contiguous"),
-    ("custom_mask_buf", lambda b: b[INDPTR], "custom_mask_buf is torch.int32; must be torch.uint8"),
-    ("qk_indptr_buf", lambda b: b[INDPTR][:2], "mask_indptr_buf has 2 elements"),
-    (LAST, lambda b: b[PAGES][-3:], f"{PAGES} shares memory with {LAST}"),
-    (
-        "custom_mask_buf",
-        lambda b: b[PAGES].view(torch.uint8),
-        "paged_kv_indices_buf shares memory with custom_mask_buf",
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "spoil", "match"), BAD_BUFFERS)
-def test_bad_buffers(target, name, spoil, match):
-    buffers = paged_buffers(target.device)
-    buffers[name] = spoil(buffers)
-    with pytest.raises((TypeError, ValueError), match=match):
-        preflash.BatchPrefillWithPagedKVCacheWrapper(
-            runner.workspace(target.device), use_cuda_graph=True, **buffers
-        )
-
-
-def test_two_names_of_one_buffer(target):
-    buffers = paged_buffers(target.device)
-    indptr = torch.zeros(4, dtype=torch.int32, device=target.device)
+def with_buffers(target, **buffers):
     make = preflash.BatchPrefillWithPagedKVCacheWrapper
-    options = {"use_cuda_graph": True, "qk_indptr_buf": indptr, **buffers}
-    make(runner.workspace(target.device), mask_indptr_buf=indptr, **options)
+    return make(runner.workspace(target.device), use_cuda_graph=True, **buffers)
+
+
+FOUR = torch.zeros(4, dtype=torch.int32)
+REFUSED = [
+    ("qo_indptr_buf", ValueError, [None, "qo_indptr_buf=None"],
+     [lambda t: t[:0], "qo_indptr_buf is empty"], lambda t: t.to("meta")),
+    ("qo_indptr_buf", TypeError, [torch.Tensor.float, "qo_indptr_buf is torch.float32"]),
+    (INDPTR, ValueError, [lambda t: t[:3], f"{INDPTR} has 3 elements; must have 4"],
+     [lambda t: t.view(2, 2), f"{INDPTR} has shape"]),
+    (LAST, ValueError, [FOUR, f"{LAST} has 4 elements; must have 3"]),
+    (PAGES, ValueError, [None, f"{PAGES}=None"],
+     [lambda t: t[::2], f"{PAGES} has strides .* contiguous"]),
+    ("custom_mask_buf", TypeError, [FOUR, "torch.int32; must be torch.uint8"]),
+    ("qk_indptr_buf", ValueError, [FOUR[:2], "mask_indptr_buf has 2 elements"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "error", "says"), mistakes(*REFUSED))
+def test_bad_buffers(target, name, value, error, says):
+    buffers = paged_buffers(target.device)
+    spoil(buffers, name, value, target)
+    with pytest.raises(error, match=says):
+        with_buffers(target, **buffers)
+
+
+def test_shared_buffers(target):
+    buffers = paged_buffers(target.device)
+    with pytest.raises(ValueError, match=f"{PAGES} shares memory with {LAST}"):
+        with_buffers(target, **buffers | {LAST: buffers[PAGES][-3:]})
+    with pytest.raises(ValueError, match=f"{PAGES} shares memory with custom_mask_buf"):
+        with_buffers(target, **buffers, custom_mask_buf=buffers[PAGES].view(torch.uint8))
+    indptr = target.to(FOUR)
+    with_buffers(target, **buffers, qk_indptr_buf=indptr, mask_indptr_buf=indptr)
     with pytest.raises(TypeError, match="two spellings"):
-        make(runner.workspace(target.device), mask_indptr_buf=indptr.clone(), **options)
+        with_buffers(target, **buffers, qk_indptr_buf=indptr, mask_indptr_buf=indptr.clone())
 
 
 def test_cascade_levels_have_buffers_of_their_own(target):
     make = preflash.MultiLevelCascadeAttentionWrapper
     work = runner.workspace(target.device)
-    with pytest.raises(ValueError, match="qo_indptr_buf=None"):
-        make(2, work, "NHD", True)
     buffers = paged_buffers(target.device).items()
     lists = {f"{name}_arr": [buffer, buffer.clone()] for name, buffer in buffers}
     shared = {**lists, f"{PAGES}_arr": lists[f"{PAGES}_arr"][:1] * 2}

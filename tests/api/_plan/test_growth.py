@@ -11,6 +11,7 @@ import sys
 import preflash
 import pytest
 import torch
+from preflash.testing.inputs import indptr
 
 STEPS = int(os.environ.get("PREFLASH_STEPS", "4000"))
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 2, 1, 8, 4
@@ -52,23 +53,16 @@ class Server:
         self.lists = collections.deque(torch.arange(n, dtype=torch.int32) for n in counts)
         self.lists[2][5] = -1
 
-    def lengths(self) -> list[tuple[int, int, int]]:
-        """Draws (queries, pages, keys on the last page) of each request."""
-        draw = self.random.randint
-        return [(draw(0, 3), draw(0, 6), draw(1, PAGE)) for _ in range(draw(0, 4))]
-
     def step(self) -> None:
-        lengths = self.lengths()
-        rows = sum(queries for queries, _, _ in lengths)
-        indptr = [[0], [0]]
-        for queries, pages, _ in lengths:
-            indptr[0].append(indptr[0][-1] + queries)
-            indptr[1].append(indptr[1][-1] + pages)
-        qo_indptr, kv_indptr = (torch.tensor(one, dtype=torch.int32) for one in indptr)
-        indices = torch.tensor(self.random.sample(range(PAGES), indptr[1][-1]), dtype=torch.int32)
-        last = torch.tensor([keys for _, _, keys in lengths], dtype=torch.int32)
-        self.wrapper.plan(qo_indptr, kv_indptr, indices, last, HEADS, KV_HEADS, HEAD_DIM, PAGE)
-        q = self.q[:rows]
+        draw = self.random.randint
+        # Queries, pages, and keys on the last page of each request.
+        lengths = [(draw(0, 3), draw(0, 6), draw(1, PAGE)) for _ in range(draw(0, 4))]
+        queries, pages, last = zip(*lengths, strict=True) if lengths else ((), (), ())
+        indices = torch.tensor(self.random.sample(range(PAGES), sum(pages)), dtype=torch.int32)
+        last = torch.tensor(last, dtype=torch.int32)
+        heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+        self.wrapper.plan(indptr(queries), indptr(pages), indices, last, *heads)
+        q = self.q[: sum(queries)]
         out = torch.empty_like(q)
         for layer in self.layers:
             self.wrapper.run(q, layer)
@@ -84,28 +78,25 @@ class Server:
     def page_lists(self) -> None:
         """Plans with lists of pages that have memory of their own; some plans are refused."""
         self.lists.rotate()
-        pages = self.lists[0]
-        arrays = (torch.arange(2, dtype=torch.int32) * n for n in (1, len(pages)))
-        last = torch.ones(1, dtype=torch.int32)
+        pages, last = self.lists[0], torch.ones(1, dtype=torch.int32)
+        heads = (HEADS, KV_HEADS, HEAD_DIM, 1)
         try:
-            self.wrapper.plan(*arrays, pages, last, HEADS, KV_HEADS, HEAD_DIM, 1)
+            self.wrapper.plan(indptr([1]), indptr([len(pages)]), pages, last, *heads)
         except ValueError:
             assert pages[5] == -1
 
-    def run_with_window(self, window_left: int) -> None:
-        """Runs one plan of 4000 keys."""
+    def windows(self, longest: int = 0) -> None:
+        """Runs one plan of 4000 keys with many windows; longest: with one that has all keys."""
         if not self.window_runs:
-            arrays = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 1000], [PAGE])]
-            pages = torch.arange(1000, dtype=torch.int32) % PAGES
-            self.wrapper.plan(*arrays[:2], pages, arrays[2], HEADS, KV_HEADS, HEAD_DIM, PAGE)
+            pages, last = torch.arange(1000, dtype=torch.int32) % PAGES, torch.tensor([PAGE]).int()
+            heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
+            self.wrapper.plan(indptr([1]), indptr([1000]), pages, last, *heads)
         self.window_runs += 1
-        self.wrapper.run(self.q[:1], self.layers[0], window_left=window_left)
-
-    def windows(self) -> None:
-        self.run_with_window(self.random.randrange(4000))
+        window = longest + self.window_runs if longest else self.random.randrange(4000)
+        self.wrapper.run(self.q[:1], self.layers[0], window_left=window)
 
     def windows_of_all_keys(self) -> None:
-        self.run_with_window(2**30 + self.window_runs)
+        self.windows(2**30)
 
 
 def allocated_after(step, steps: int) -> tuple[int, int]:

@@ -51,6 +51,7 @@ def interrupted(call, step: int) -> bool:
     """Runs the call; true if it reached its step-th bytecode, where it was interrupted. The
     interpreter drops what is raised in a generator that it closes: then the call goes on."""
     reached: list[bool] = []
+    before = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # the interpreter listens before it enters the call
     sys.settrace(interrupt_at(step, reached))
     try:
@@ -58,7 +59,7 @@ def interrupted(call, step: int) -> bool:
     except _InterruptError:
         pass
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return bool(reached)
 
 

@@ -120,28 +120,3 @@ def test_attributes_show_the_arrays(target, case):
             other = (neutral if plan is given else given)[name]
             with pytest.raises(NotImplementedError, match="multi-item"):
                 setattr(wrapper, f"_{name}", other)
-
-
-# An argument of plan(), its value, and a piece of the message after the argument's name.
-REFUSED = [
-    ("prefix_len_ptr", None, ""),
-    ("prefix_len_ptr", torch.ones(1).int(), " has shape"),
-    ("prefix_len_ptr", torch.ones(2), " is"),
-    ("token_pos_in_items_ptr", None, "=None"),
-    ("token_pos_in_items_ptr", torch.ones(80), " is"),
-    ("token_pos_in_items_len", 1.5, " must"),
-    ("max_item_len_ptr", torch.ones(1).int(), ""),
-    ("custom_mask", torch.ones(37 * 54 + 11 * 29) > 0, ""),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
-@CASES
-def test_refusals(target, case, name, value, message):
-    inputs, wrapper = made(case, target)
-    given = items(target.device)
-    runner.plan(wrapper, inputs, **given)
-    given[name] = target.to(value) if isinstance(value, torch.Tensor) else value
-    with pytest.raises((TypeError, ValueError), match=name + message):
-        runner.plan(wrapper, inputs, **given)
-    check(wrapper, inputs)

@@ -3,7 +3,9 @@ use in turns: nothing writes there while a plan or an upload needs its contents.
 
 import copy
 import dataclasses
+import operator
 import threading
+from concurrent import futures
 
 import preflash
 import pytest
@@ -70,35 +72,44 @@ def test_pages_of_no_request(target):
 
 def test_a_refused_plan_changes_nothing(target, problems):
     wrapper = make_wrapper(target)
-    for _ in range(3):
+    for name, at, value, match in (
+        ("indices", 16_999, -3, "holds -3; page"),
+        ("qo_indptr", 1, 90, "qo_indptr"),
+    ):
         problems[0].plan(wrapper)
-        for name, at, value, match in (
-            ("indices", 16_999, -3, "holds -3; page"),
-            ("qo_indptr", 1, 90, "qo_indptr"),
-        ):
-            inputs = build(MANY, device=target.device, index_device="cpu", seed=7)
-            getattr(inputs, name)[at] = value
-            for _ in range(4):
-                with pytest.raises(ValueError, match=match):
-                    runner.plan(wrapper, inputs)
+        inputs = build(MANY, device=target.device, index_device="cpu", seed=7)
+        getattr(inputs, name)[at] = value
+        for _ in range(4):
+            with pytest.raises(ValueError, match=match):
+                runner.plan(wrapper, inputs)
         problems[0].check(wrapper)
+
+
+def test_any_number_of_pages(target):
+    """From 16,384 indices on they have memory of their own."""
+    wrapper = make_wrapper(target)
+    counts = (20_000, 16_383, 16_384, 70_000, 20_000)
+    for count in counts:
+        pages = torch.randperm(count, dtype=torch.int32)
+        arrays = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, count], [1])]
+        wrapper.plan(*arrays[:2], pages, arrays[2], 2, 1, 64, 1)
+        assert torch.equal(wrapper._paged_kv_indices_buf.cpu(), pages)
 
 
 def test_copies_of_a_wrapper(target, problems):
     """Copies share the batch of their wrapper and outlive it."""
-    wrapper = make_wrapper(target)
-    for i in (0, 3, 0):
+    wrapper, copies = make_wrapper(target), []
+    problems[0].plan(wrapper)
+    for i in (3, 0, 3, 1, 3, 1):
         problems[i].plan(wrapper)
-    copies = [copy.copy(wrapper)]
-    for i in (3, 1, 3, 1):
-        problems[i].plan(wrapper)
-        copies.append(copy.copy(wrapper))
-    for one, i in zip(copies, (0, 3, 1, 3, 1), strict=True):
+        copies.append((copy.copy(wrapper), i))
+    del wrapper
+    for one, i in copies:
         problems[i].check(one)
-    del wrapper, one
+    first, _ = copies.pop(0)
     for i in (1, 0, 3):
-        problems[i].plan_and_check(copies[0])
-    for one, i in zip(copies[1:], (3, 1, 3, 1), strict=True):
+        problems[i].plan_and_check(first)
+    for one, i in copies:
         problems[i].check(one)
 
 
@@ -107,17 +118,13 @@ def test_memory_of_the_caller(target, problems):
     wrapper = make_wrapper(target)
     for i in (0, 3):
         problems[i].plan(wrapper)
+    # The largest problem's size: with less, keys are split otherwise, which changes bits.
+    calls = [runner.plan_arguments(problem.inputs) for problem in problems]
+    sizes = [wrapper.workspace_size(*positional, **options) for positional, options in calls]
     for _ in range(3):
-        # The largest problem's size: with less, keys are split otherwise, which changes bits.
-        sizes = []
-        for problem in problems:
-            positional, options = runner.plan_arguments(problem.inputs)
-            sizes.append(wrapper.workspace_size(*positional, **options))
-        buffers = [
-            torch.zeros(max(needed) + 16, dtype=torch.uint8, device=target.device)
-            for needed in zip(*sizes, strict=True)
-        ]
-        wrapper.reset_workspace_buffer(*buffers)
+        wrapper.reset_workspace_buffer(
+            *(runner.workspace(target.device, max(needed)) for needed in zip(*sizes, strict=True))
+        )
         problems[3].check(wrapper)
         for i in (1, 3, 1, 0, 3):
             problems[i].plan_and_check(wrapper)
@@ -128,28 +135,22 @@ def test_threads(target, problems):
     wrapper = make_wrapper(target)
     for i in (0, 3):
         problems[i].plan(wrapper)
-    failures, begin = [], threading.Barrier(4)
+    begin = threading.Barrier(4)
 
     def work(i):
-        try:
-            floats = runner.workspace(target.device)
-            ints = torch.zeros(1 << 21, dtype=torch.uint8, device=target.device)
-            begin.wait()
-            for n in range(2):
-                one = copy.copy(wrapper)
-                one.reset_workspace_buffer(floats, ints)
-                problems[3].check(one)
-                if i % 2:
-                    problems[n % 2].plan_and_check(one)
-        except BaseException as error:
-            failures.append(error)
+        floats = runner.workspace(target.device)
+        ints = torch.zeros(1 << 21, dtype=torch.uint8, device=target.device)
+        begin.wait()
+        for n in range(2):
+            one = copy.copy(wrapper)
+            one.reset_workspace_buffer(floats, ints)
+            problems[3].check(one)
+            if i % 2:
+                problems[n % 2].plan_and_check(one)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with futures.ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, i) for i in range(4)]:
+            done.result()
     problems[3].check(wrapper)
 
 
@@ -161,19 +162,17 @@ def test_prefill_with_decode(target):
     buffer = runner.workspace(target.device)
     together = preflash.BatchPODWithPagedKVCacheWrapper(buffer, backend=target.backend)
     for seed, cases in enumerate(pairs * 2):
-        p, d = (
+        both = [
             build(case, device=target.device, index_device="cpu", seed=seed + n)
             for n, case in enumerate(cases)
-        )
-        tables = [
-            tensor.clone()
-            for i in (p, d)
-            for tensor in (i.qo_indptr, i.kv_indptr, i.indices, i.last_page_len)
         ]
+        arrays = operator.attrgetter("qo_indptr", "kv_indptr", "indices", "last_page_len")
+        tables = [tensor.clone() for inputs in both for tensor in arrays(inputs)]
         together.plan(*tables, 2, 1, 64, 1, q_data_type=MANY.dtype)
         for table in tables:
             table.fill_(-1)
+        p, d = both
         got = together.run(p.q, p.cache, d.q, d.cache, causal_p=True)
-        for inputs, out in zip((p, d), got, strict=True):
+        for inputs, out in zip(both, got, strict=True):
             assert out.shape == inputs.q.shape
             runner.compare(inputs, out, None).check()

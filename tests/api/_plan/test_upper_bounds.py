@@ -6,10 +6,10 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from preflash.testing import Case, MaskKind, Sinks, build, runner
-from preflash.testing.case import Position
+from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
+from wrapper_options import hints
 
 BOUNDS = (300, 90, 7, 0, 130)
 # Every key, none, one, and a number in the middle of a tile and of a page.
@@ -40,97 +40,86 @@ OPTIONS = {
     "(192, 128)": {"head_dim": 192, "head_dim_vo": 128},
     "head_dim 256": {"head_dim": 256},
 }
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
-def runs_of(case: Case) -> list[tuple[int, ...]]:
-    if case.kv_lens == BOUNDS:
-        return list(RUNS)
-    return [case.kv_lens, (0, 517), (299, 2)]
+def runs_of(case: Case) -> tuple[tuple[int, ...], ...]:
+    return RUNS if case.kv_lens == BOUNDS else (case.kv_lens, (0, 517), (299, 2))
 
 
-def lens_of(inputs, kv_lens) -> torch.Tensor:
-    return torch.tensor(kv_lens, dtype=torch.int32, device=inputs.q.device)
+def bounds_of(inputs) -> dict:
+    """Returns options of plan(), with the lengths that its runs read."""
+    lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32, device=inputs.q.device)
+    return {"seq_lens": lens, "lengths_are_upper_bounds": True}
 
 
 def bounded(inputs, target, **options):
     """Returns a wrapper planned for upper bounds, and the lengths that its runs read."""
-    lens = lens_of(inputs, inputs.case.kv_lens)
-    wrapper = runner.planned(
-        inputs, backend=target.backend, seq_lens=lens, lengths_are_upper_bounds=True, **options
-    )
-    return wrapper, lens
+    bounds = bounds_of(inputs)
+    wrapper = runner.planned(inputs, backend=target.backend, **bounds, **options)
+    return wrapper, bounds["seq_lens"]
 
 
-def without_keys_after(inputs, kv_lens):
-    """Returns the inputs with NaN in the keys after each request's current length."""
-    case = inputs.case
+def now(inputs, lens, kv_lens):
+    """Sets the lengths. Returns the inputs with NaN in all keys after them, and the results."""
+    lens.copy_(torch.tensor(kv_lens))
+    case, parts = inputs.case, []
+    for i, length in enumerate(kv_lens):
+        one = inputs.request(i)
+        parts.append(attend(one.q, one.k[:length], one.v[:length], inputs.pipeline))
     inputs = dataclasses.replace(inputs, k=inputs.k.clone(), v=inputs.v.clone())
-    for i, (now, bound) in enumerate(zip(kv_lens, case.kv_lens, strict=True)):
+    for i, (length, bound) in enumerate(zip(kv_lens, case.kv_lens, strict=True)):
+        after = torch.arange(length, bound, device=lens.device)
         for t in (inputs.k, inputs.v):
             if case.paged:
-                for j in range(now, bound):
-                    page = inputs.page_table[i][j // case.page_size]
-                    pages_of(t, case)[page, j % case.page_size] = float("nan")
+                pages = torch.tensor(inputs.page_table[i], device=lens.device).long()
+                place = (pages[after // case.page_size], after % case.page_size)
+                pages_of(t, case)[place] = float("nan")
             else:
-                begin = sum(case.kv_lens[:i])
-                as_nhd(t, case.layout)[begin + now : begin + bound] = float("nan")
+                as_nhd(t, case.layout)[after + sum(case.kv_lens[:i])] = float("nan")
     if case.paged:
         inputs.cache = (inputs.k, inputs.v)
-    return inputs
-
-
-def expected_of(inputs, kv_lens):
-    parts = []
-    for i, now in enumerate(kv_lens):
-        one = inputs.request(i)
-        parts.append(attend(one.q, one.k[:now], one.v[:now], inputs.pipeline))
-    return concatenate(parts)
+    return inputs, concatenate(parts)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@every_case
 def test_numbers_of_keys_at_the_time_of_a_run(target, case, options):
     inputs = build(dataclasses.replace(case, **options), device=target.device)
     wrapper, lens = bounded(inputs, target)
     for kv_lens in runs_of(inputs.case):
-        lens.copy_(lens_of(inputs, kv_lens))
-        given = without_keys_after(inputs, kv_lens)
+        given, expected = now(inputs, lens, kv_lens)
         out, lse = runner.run(wrapper, given)
-        runner.compare(given, out, lse, expected_of(inputs, kv_lens)).check()
+        runner.compare(given, out, lse, expected).check()
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@every_case
 def test_the_bounds_as_lengths_are_an_ordinary_plan(target, case):
     """The same bits; numbers outside of [0, bound] are clamped."""
     inputs = build(case, device=target.device)
     wrapper, lens = bounded(inputs, target, disable_split_kv=True)
     exact = runner.planned(inputs, backend=target.backend, disable_split_kv=True)
-    expected = runner.run(exact, inputs)
+    wanted = runner.run(exact, inputs)
     for more in (0, 5, 10**9):
-        lens.copy_(lens_of(inputs, case.kv_lens) + more)
-        for got, wanted in zip(runner.run(wrapper, inputs), expected, strict=True):
-            assert torch.equal(got, wanted)
+        lens.copy_(torch.tensor(case.kv_lens) + more)
+        assert all(map(torch.equal, runner.run(wrapper, inputs), wanted))
+    given, expected = now(inputs, lens, [0] * case.batch_size)
     lens.fill_(-3)
-    out, lse = runner.run(wrapper, inputs)
-    runner.compare(inputs, out, lse, expected_of(inputs, [0] * case.batch_size)).check()
+    runner.compare(given, *runner.run(wrapper, given), expected).check()
 
 
 @pytest.mark.parametrize("case", [PAGED, RAGGED, FEW], ids=lambda case: case.name)
 def test_options_of_a_run(target, case):
     inputs = build(case, device=target.device)
     wrapper, lens = bounded(inputs, target)
-    kv_lens = runs_of(case)[-1]
-    lens.copy_(lens_of(inputs, kv_lens))
     sinks = torch.linspace(-1, 1, case.num_qo_heads, device=target.device)
-    for changes, run_options in (
-        ({"window_left": 9}, {"window_left": 9}),
-        ({}, {"sinks": sinks}),
-        ({"window_left": 70}, {"window_left": 70, "sinks": sinks}),
-    ):
-        given = dataclasses.replace(inputs, case=dataclasses.replace(case, **changes))
-        given.sinks = run_options.get("sinks")
-        out, lse = runner.run(wrapper, dataclasses.replace(inputs, sinks=None), **run_options)
-        runner.compare(given, out, lse, expected_of(given, kv_lens)).check()
+    for window, of_run in ((9, None), (-1, sinks), (70, sinks)):
+        windowed = dataclasses.replace(case, window_left=window)
+        of_the_run = dataclasses.replace(inputs, case=windowed, sinks=of_run)
+        given, expected = now(of_the_run, lens, runs_of(case)[-1])
+        options = {} if window < 0 else {"window_left": window}
+        out, lse = runner.run(wrapper, given, **options)
+        runner.compare(given, out, lse, expected).check()
 
 
 def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
@@ -146,141 +135,97 @@ def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
         if graph is None:
             graph = capture(recorder, target.device, stage.run)
         for kv_lens in (bounds, tuple(n // 2 for n in bounds), (0, 0, 0)):
-            lens.copy_(lens_of(inputs, kv_lens))
-            stage.load(without_keys_after(inputs, kv_lens))
+            given, expected = now(inputs, lens, kv_lens)
+            stage.load(given)
             graph.replay()
-            stage.check(inputs, expected=expected_of(inputs, kv_lens))
+            stage.check(inputs, expected=expected)
     for other in ({}, {**options, "seq_lens": lens.clone()}):
         with pytest.raises(ValueError, match=r"a CUDA graph has captured a run.*seq_lens"):
             stage.plan(inputs, **other)
 
 
-def test_pod(target):
-    """The decode side of one prefill, and both sides of batches."""
-    device = target.device
-    prefill = dataclasses.replace(PAGED, qo_lens=(70, 9), kv_lens=(200, 40), mask=MaskKind.CAUSAL)
-    decode = dataclasses.replace(DECODE, num_qo_heads=4)
-    both = [build(case, device=device) for case in (prefill, decode)]
-    tables = [(x.kv_indptr, x.indices, x.last_page_len) for x in both]
-    lens = [lens_of(x, x.case.kv_lens) for x in both]
-    one = both[0].request(0)
-    q, k, v = one.q, one.k, one.v
-    pod = preflash.PODWithPagedKVCacheWrapper(runner.workspace(device), backend=target.backend)
-    pod.plan(
-        *tables[1], 4, 2, 64, 16, q_data_type=DECODE.dtype, seq_lens=lens[1],
-        lengths_are_upper_bounds=True,
-    )  # fmt: skip
-    batch = preflash.BatchPODWithPagedKVCacheWrapper(
-        runner.workspace(device), backend=target.backend
-    )
-    batch.plan(
-        both[0].qo_indptr, *tables[0], both[1].qo_indptr, *tables[1], 4, 2, 64, 16,
-        q_data_type=DECODE.dtype, seq_lens_p=lens[0], seq_lens_d=lens[1],
-        lengths_are_upper_bounds=True,
-    )  # fmt: skip
-    now = [(133, 2), RUNS[3]]
-    for tensor, kv_lens in zip(lens, now, strict=True):
-        tensor.copy_(torch.tensor(kv_lens))
-    out_p, (out_d, lse_d) = pod.run(q, k, v, both[1].q, both[1].cache, return_lse_d=True)
-    runner.compare(both[1], out_d, lse_d, expected_of(both[1], now[1])).check()
-    alone = dataclasses.replace(both[0].pipeline, causal=False)
-    runner.compare(both[0], out_p, None, attend(q, k, v, alone)).check()
-    results = batch.run(
-        both[0].q, both[0].cache, both[1].q, both[1].cache, causal_p=True, return_lse=True
-    )
-    for x, result, kv_lens in zip(both, results, now, strict=True):
-        runner.compare(x, *result, expected_of(x, kv_lens)).check()
-
-
 def test_outputs_lie_apart_from_the_lengths(target):
     inputs = build(PAGED, device=target.device)
+    bounds = bounds_of(inputs)
     memory = torch.zeros(inputs.q.shape, dtype=PAGED.dtype, device=target.device)
-    lens = memory.view(torch.int32).flatten()[64:69]
-    lens.copy_(lens_of(inputs, BOUNDS))
-    wrapper = runner.planned(
-        inputs, backend=target.backend, seq_lens=lens, lengths_are_upper_bounds=True
-    )
+    inside = memory.view(torch.int32).flatten()[64:69].copy_(bounds["seq_lens"])
+    wrapper = runner.planned(inputs, backend=target.backend, **{**bounds, "seq_lens": inside})
     with pytest.raises(ValueError, match="out shares memory with seq_lens"):
         wrapper.run(inputs.q, inputs.cache, out=memory)
 
 
-LENS = torch.tensor(BOUNDS, dtype=torch.int32)
-MASK = torch.ones(30 * 300 + 5 * 90 + 63 + 130, dtype=torch.bool)
-# Options of plan(), the error and a piece of its message.
-REFUSED = [
-    ({"seq_lens": None}, ValueError, "lengths_are_upper_bounds=True and seq_lens=None"),
-    ({"seq_lens": LENS[:4]}, ValueError, r"seq_lens has shape \(4,\)"),
-    ({"seq_lens": LENS.long()}, TypeError, r"seq_lens is torch.int64.*\.int\(\)"),
-    ({"seq_lens": torch.stack([LENS, LENS], 1)[:, 0]}, ValueError, "seq_lens .*contiguous"),
-    ({"lengths_are_upper_bounds": "yes"}, TypeError, "lengths_are_upper_bounds"),
-    ({"custom_mask": MASK}, NotImplementedError, "with a custom mask"),
-    ({"window_left": 9, "fixed_split_size": 64}, ValueError, "keys are not split under a window"),
-    # Lengths on the GPU are only read under PREFLASH_DEBUG.
-    ({"seq_lens": LENS + 1}, ValueError, r"seq_lens\[0\] = 301: must be in \[0, 300\]"),
-    # Without the flag, seq_lens repeats the lengths, here on the host.
-    ({"seq_lens": LENS - 1, "lengths_are_upper_bounds": False}, ValueError, r"seq_lens\[0\] = 299"),
-]
+# --- Other wrappers ----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("options", "error", "says"), REFUSED)
-def test_refusals(target, monkeypatch, options, error, says):
-    monkeypatch.setenv("PREFLASH_DEBUG", "1")
-    given = {"seq_lens": LENS, "lengths_are_upper_bounds": True, **options}
-    if given["seq_lens"] is not None and given["lengths_are_upper_bounds"]:
-        given["seq_lens"] = target.to(given["seq_lens"])
+def table(inputs) -> tuple:
+    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+
+
+SIZES = (4, 2, 64, 16)
+
+
+@pytest.mark.parametrize("batches", [False, True], ids=["one prefill", "batches"])
+def test_pod(target, batches):
+    """The decode side of one prefill, and both sides of batches."""
+    prefill = dataclasses.replace(PAGED, qo_lens=(70, 9), kv_lens=(200, 40))
+    decode = dataclasses.replace(DECODE, num_qo_heads=4)
+    p, d = (build(case, device=target.device) for case in (prefill, decode))
+    bounds, options = [bounds_of(x) for x in (p, d)], {"q_data_type": DECODE.dtype}
+    kind = "Batch" * batches + "PODWithPagedKVCacheWrapper"
+    pod = getattr(preflash, kind)(runner.workspace(target.device), backend=target.backend)
+    lens = [one["seq_lens"] for one in bounds]
+    if not batches:
+        pod.plan(*table(d), *SIZES, **options, **bounds[1])
+        given, expected = now(d, lens[1], RUNS[3])
+        one = p.request(0)
+        out_p, of_d = pod.run(one.q, one.k, one.v, given.q, given.cache, return_lse_d=True)
+        runner.compare(given, *of_d, expected).check()
+        alone = dataclasses.replace(p.pipeline, causal=False)
+        runner.compare(p, out_p, None, attend(one.q, one.k, one.v, alone)).check()
+        return
+    arrays = [array for x in (p, d) for array in (x.qo_indptr, *table(x))]
+    options |= {"seq_lens_p": lens[0], "seq_lens_d": lens[1], "lengths_are_upper_bounds": True}
+    pod.plan(*arrays, *SIZES, **options)
+    sides = [now(p, lens[0], (133, 2)), now(d, lens[1], RUNS[3])]
+    tensors = [tensor for given, _ in sides for tensor in (given.q, given.cache)]
+    results = pod.run(*tensors, causal_p=True, return_lse=True)
+    for (given, expected), result in zip(sides, results, strict=True):
+        runner.compare(given, *result, expected).check()
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_one_launch_of_mixed_requests(target, as_table):
     inputs = build(PAGED, device=target.device)
-    with pytest.raises(error, match=says):
-        runner.planned(inputs, backend=target.backend, **given)
+    bounds = bounds_of(inputs)
+    pages = hints(inputs)["block_tables"] if as_table else inputs.indices
+    wrapper = preflash.BatchAttention(device=target.device, backend=target.backend)
+    wrapper.plan(
+        inputs.qo_indptr, inputs.kv_indptr, pages, bounds["seq_lens"].clone(), 4, 2, 64, 64, 16,
+        causal=True, q_data_type=PAGED.dtype, kv_data_type=PAGED.dtype, **bounds,
+    )  # fmt: skip
+    for kv_lens in RUNS:
+        given, expected = now(inputs, bounds["seq_lens"], kv_lens)
+        runner.compare(given, *wrapper.run(given.q, given.cache), expected).check()
 
 
-def test_one_launch_of_mixed_requests(target):
-    """BatchAttention, with a page list and with a block table."""
-    inputs = build(PAGED, device=target.device)
-    table = torch.full((5, 24), 10**6, dtype=torch.int32)
-    for row, pages in zip(table, inputs.page_table, strict=True):
-        row[: len(pages)] = torch.tensor(pages)
-    table = target.to(table)[:, :20]
-    for pages in (inputs.indices, table):
-        wrapper = preflash.BatchAttention(device=target.device, backend=target.backend)
-        lens = lens_of(inputs, BOUNDS)
-        wrapper.plan(
-            inputs.qo_indptr, inputs.kv_indptr, pages, lens.clone(), 4, 2, 64, 64, 16, causal=True,
-            q_data_type=PAGED.dtype, kv_data_type=PAGED.dtype, seq_lens=lens,
-            lengths_are_upper_bounds=True,
-        )  # fmt: skip
-        for kv_lens in RUNS:
-            lens.copy_(lens_of(inputs, kv_lens))
-            given = without_keys_after(inputs, kv_lens)
-            out, lse = wrapper.run(given.q, given.cache)
-            runner.compare(given, out, lse, expected_of(inputs, kv_lens)).check()
-
-
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_a_shared_prefix(target, decode):
-    case = dataclasses.replace(DECODE if decode else PAGED, num_qo_heads=4, mask=MaskKind.NONE)
+@pytest.mark.parametrize("kind", ["Prefill", "Decode"])
+def test_a_shared_prefix(target, kind):
+    like = DECODE if kind == "Decode" else PAGED
+    case = dataclasses.replace(like, num_qo_heads=4, mask=MaskKind.NONE)
     inputs = build(case, device=target.device)
-    kind = "Decode" if decode else "Prefill"
-    wrapper = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")(
-        runner.workspace(target.device)
-    )
-    lens = lens_of(inputs, BOUNDS)
-    table = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    if decode:
-        types = {"data_type": case.dtype}
-    else:
-        table, types = (inputs.qo_indptr, *table), {"q_data_type": case.dtype}
-    wrapper.begin_forward(
-        *table, 4, 2, 64, 16, **types, seq_lens=lens, lengths_are_upper_bounds=True
-    )
+    make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
+    wrapper, bounds = make(runner.workspace(target.device)), bounds_of(inputs)
+    arrays, types = table(inputs), {"data_type": case.dtype}
+    if kind == "Prefill":
+        arrays, types = (inputs.qo_indptr, *arrays), {"q_data_type": case.dtype}
+    wrapper.begin_forward(*arrays, *SIZES, **types, **bounds)
     k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
-    kv_lens = RUNS[3]
-    lens.copy_(lens_of(inputs, kv_lens))
-    given = without_keys_after(inputs, kv_lens)
+    given, _ = now(inputs, bounds["seq_lens"], RUNS[3])
     out = wrapper.forward(given.q, k, v, given.cache)
     parts = []
-    for i, now in enumerate(kv_lens):
+    for i, length in enumerate(RUNS[3]):
         one = inputs.request(i)
-        keys, values = torch.cat([k, one.k[:now]]), torch.cat([v, one.v[:now]])
+        keys, values = torch.cat([k, one.k[:length]]), torch.cat([v, one.v[:length]])
         parts.append(attend(one.q, keys, values, inputs.pipeline))
     expected = concatenate(parts)
     expected.spread = expected.spread + 2 * expected.out.abs()  # roundings of the merge

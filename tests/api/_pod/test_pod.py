@@ -15,6 +15,7 @@ from graph_stage import capture
 from interpreter_steps import interpreter_steps
 from pods import DECODE, PREFILL, PREFILLS, BatchPod, GraphPod, Pod, alike, captured, graph_buffers
 from preflash._device import backends
+from preflash._pod import pod_plan
 from preflash.testing import KvForm, MaskKind, compare, reference, runner
 from preflash.testing.case import Position
 from preflash.testing.oracle import Pipeline
@@ -234,12 +235,13 @@ def test_reset_workspace_buffer(target, kind):
 
 @pytest.mark.parametrize("installed", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("runs_before", [0, 1])
-def test_an_interrupted_plan_of_batches(target, two_launches, installed, runs_before):
+@pytest.mark.parametrize("kind", [Pod, BatchPod])
+def test_an_interrupted_plan(target, kind, installed, runs_before):
     """The sides that run are both of the old plan or both of the new one."""
-    pod = BatchPod(target)
+    pod = kind(target)
     memory = [runner.workspace(target.device, 1 << n) for n in (27, 21)]
     pod.wrapper.reset_workspace_buffer(*memory)
-    pod.plan()
+    pod.plan(batch_invariant=True)
     for _ in range(runs_before):
         pod.check()
     old = pod.prefill, pod.decode
@@ -251,24 +253,23 @@ def test_an_interrupted_plan_of_batches(target, two_launches, installed, runs_be
     ]
     install = pod.wrapper._decode._install
 
-    def interrupt(plan):
+    def interrupt(*plan):
         if installed:
-            install(plan)
+            install(*plan)
         raise KeyboardInterrupt
 
+    if kind is Pod:  # whose plan() is of the decode side
+        new[0] = pod.prefill
     pod.prefill, pod.decode = new
     with (
         mock.patch.object(pod.wrapper._decode, "_install", interrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        pod.plan()
+        pod.plan(batch_invariant=True)
     pod.prefill, pod.decode = new if installed else old
     pod.check()
     pod.wrapper.reset_workspace_buffer(*memory)
     pod.check()
-
-
-# --- CUDA graphs -------------------------------------------------------------
 
 
 def test_graphs_replay_the_last_plan(target, recorder):
@@ -321,9 +322,10 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):
 
 
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
-def test_graphs_of_two_launches_keep_their_prefills(target, recorder, two_launches, for_graphs):
+def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):
     """Several are captured with one decode batch, which has one work list."""
     options = {"use_cuda_graph": True, **graph_buffers(target.device)} if for_graphs else {}
+    monkeypatch.setattr(pod_plan, "_forced_apart", True)  # unlike batch-invariant sides, may split
     pod, graphs = Pod(target, **options), []
     pod.plan()
     for case in (PREFILL, LONE_ROW, LONG_ROWS):
@@ -336,9 +338,6 @@ def test_graphs_of_two_launches_keep_their_prefills(target, recorder, two_launch
         assert launch() is not None, "its work list is freed memory"
         pod.prefill = prefill
         pod.check_replay(*made)
-
-
-# --- The wrappers as objects -------------------------------------------------
 
 
 def test_repr_and_attributes(target):

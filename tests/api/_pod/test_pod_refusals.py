@@ -1,10 +1,12 @@
 """A refused call of prefill with decode names its argument and launches neither side, and the
 wrapper works on."""
 
-import re
+import math
+import types
 
 import pytest
 import torch
+from planned_cases import mistakes, spoil
 from pods import DECODE, BatchPod, Pod
 from preflash.testing import Case
 
@@ -16,135 +18,142 @@ SMALL = (
 )
 
 
-@pytest.fixture(params=[1, 2], ids=["one launch", "two launches"])
+@pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
 def pod(target, request):
-    if request.param == 2:
-        request.getfixturevalue("two_launches")
+    """Batch-invariant sides are two launches."""
     made = Pod(target, SMALL)
     made.prefill.k, made.prefill.v = made.prefill.k[:KEYS], made.prefill.v[:KEYS]
-    made.plan()
+    made.invariant = request.param
+    made.plan(batch_invariant=made.invariant)
     return made
-
-
-def on(memory, rows: int, *dims: int, dtype=torch.float16):
-    """Returns a tensor [rows, HEADS, *dims] at the beginning of other memory."""
-    shape = torch.Size((rows, HEADS, *dims))
-    return memory.view(-1).view(dtype)[: shape.numel()].view(shape)
-
-
-def q(pod, rows: int = ROWS):
-    return torch.zeros(rows, HEADS, HEAD_DIM, dtype=torch.float16, device=pod.device)
-
-
-def on_q(pod):
-    memory = q(pod, ROWS + 2)
-    return {"out_p": memory[:ROWS], "q_d": memory[:2]}
-
-
-def outs_overlap(pod):
-    memory = q(pod, ROWS + 2)
-    return {"out_p": memory[:ROWS], "out_d": memory[ROWS - 1 : ROWS + 1]}
-
-
-def lse_on_out(pod):
-    memory = q(pod)
-    return {"out_d": memory[:2], "lse_p": on(memory, ROWS, dtype=torch.float32)}
 
 
 def pair(change):
     """Changes the decode side's cache, as (k, v)."""
-    return lambda pod: {"paged_kv_cache_d": tuple(change(x) for x in (pod.decode.k, pod.decode.v))}
+    return lambda cache: tuple(map(change, cache))
 
 
-def placed(name: str, output: str, memory, other: str):
-    """Returns a row of the table, with an output at the beginning of other memory."""
-
-    def place(pod):
-        rows = ROWS if name.endswith("_p") else 2
-        if name.startswith("lse"):
-            return {name: on(memory(pod), rows, dtype=torch.float32)}
-        return {name: on(memory(pod), rows, HEAD_DIM)}
-
-    return place, ValueError, f"{output} {SHARES} {other}"
+def longer(t):
+    return torch.cat([t, t[:1]])
 
 
-SHARES = "shares memory with"
-# changes of run()'s arguments, exception, piece of its message
+AS_IT_IS = types.SimpleNamespace(to=lambda value: value)
+TWO, EITHER = torch.ones(2), (TypeError, ValueError)
+# Rows of mistakes().
 REFUSED = [
     # Options of the decode side that differ from plan()'s.
-    ({"kv_layout_d": "HND"}, ValueError, "kv_layout_d='HND': the decode side was planned with"),
-    ({"kv_layout_d": "DHN"}, ValueError, "kv_layout_d='DHN': must be one of NHD, HND"),
-    ({"pos_encoding_mode_d": "ALIBI"}, ValueError, "mode_d='ALIBI'.* planned with 'NONE'"),
-    ({"pos_encoding_mode_d": None}, TypeError, "pos_encoding_mode_d must be a str"),
-    ({"sm_scale_d": 0.31}, ValueError, "sm_scale_d=0.31: the decode side was planned with 0.3"),
-    ({"sm_scale_d": torch.ones(2)}, ValueError, "sm_scale_d has 2 elements"),
-    ({"window_left_d": 5}, ValueError, "window_left_d=5: .* planned with -1; leave it out"),
-    ({"window_left_d": -2}, ValueError, "window_left_d=-2: must be in"),
-    ({"window_left_d": torch.ones(2)}, TypeError, "window_left_d must be an integer"),
-    ({"rope_scale_d": 2.0}, ValueError, "rope_scale_d=2.0: .* planned with 1.0"),
-    ({"rope_theta_d": 5e5}, ValueError, "rope_theta_d=500000.0: .* planned with 10000.0"),
-    ({"rope_theta_d": torch.ones(2)}, TypeError, "rope_theta_d must be a float"),
-    ({"custom_mask_d": torch.ones(3)}, ValueError, "custom_mask_d: plan.. made the decode side"),
-    ({"packed_custom_mask_d": torch.ones(3)}, ValueError, "packed_custom_mask_d: plan"),
+    ("kv_layout_d", ValueError, ["HND", "kv_layout_d='HND': the decode side was planned with"],
+     ["DHN", "kv_layout_d='DHN': must be one of NHD, HND"]),
+    ("pos_encoding_mode_d", ValueError, ["ALIBI", "mode_d='ALIBI'.* planned with 'NONE'"]),
+    ("pos_encoding_mode_d", TypeError, [None, "pos_encoding_mode_d must be a str"]),
+    ("sm_scale_d", ValueError, [0.31, "sm_scale_d=0.31: the decode side was planned with 0.3"],
+     [TWO, "sm_scale_d has 2 elements"]),
+    ("window_left_d", ValueError, [5, "window_left_d=5: .* planned with -1; leave it out"],
+     [-2, "window_left_d=-2: must be in"]),
+    ("window_left_d", TypeError, [TWO, "window_left_d must be an integer"]),
+    ("rope_scale_d", ValueError, [2.0, "rope_scale_d=2.0: .* planned with 1.0"]),
+    ("rope_theta_d", ValueError, [5e5, "rope_theta_d=500000.0: .* planned with 10000.0"]),
+    ("rope_theta_d", TypeError, [TWO, "rope_theta_d must be a float"]),
+    ("custom_mask_d", ValueError, [TWO, "custom_mask_d: plan.. made the decode side"]),
+    ("packed_custom_mask_d", ValueError, [TWO, "packed_custom_mask_d: plan"]),
     # Options of the prefill side, and of both.
-    ({"kv_layout_p": "DHN"}, ValueError, "prefill side: kv_layout='DHN'"),
-    ({"window_left_p": -2}, ValueError, "prefill side: window_left=-2"),
-    ({"sm_scale_p": torch.ones(2)}, ValueError, "prefill side: sm_scale has 2 elements; must be a"),
-    ({"return_lse_p": 2}, (TypeError, ValueError), "return_lse_p must be True or False"),
-    ({"custom_mask_p": torch.ones(KEYS, ROWS) > 0}, ValueError, "prefill side: custom_mask"),
-    (
-        lambda pod: {"packed_custom_mask_p": q(pod)[:, 0, :KEYS].byte().contiguous()},
-        ValueError,
-        "packed_custom_mask has .* custom_mask=",
-    ),
-    ({"q_scale": torch.ones(2)}, ValueError, "q_scale has 2 elements"),
-    # Tensors of the prefill side.
-    (lambda pod: {"q_p": pod.prefill.q[:, :3]}, ValueError, "prefill side: num_qo_heads = 3"),
-    ({"q_p": None}, TypeError, "prefill side: q_p"),
-    (lambda pod: {"v_p": pod.prefill.v[:-1]}, ValueError, r"prefill side: v has \d+ tokens and k"),
-    # Tensors of the decode side.
-    (lambda pod: {"q_d": pod.decode.q[:-1]}, ValueError, "decode side: q has 1 rows"),
-    (lambda pod: {"q_d": pod.decode.q.float()}, TypeError, "decode side: q is torch"),
-    (
-        lambda pod: {"paged_kv_cache_d": (pod.decode.k,) * 3},
-        TypeError,
-        "decode side: paged_kv_cache must be a tensor or a tuple",
-    ),
-    (pair(lambda x: x[:, : PAGE // 2]), (TypeError, ValueError), "decode side"),
-    (pair(torch.Tensor.float), (TypeError, ValueError), "decode side"),
-    (lambda pod: {"out_d": q(pod, 3)}, ValueError, "decode side: out"),
-    (lambda pod: {"lse_d": q(pod, 3)[..., 0].float()}, ValueError, "decode side: lse"),
-    # Memory that outputs share.
-    (outs_overlap, ValueError, f"prefill side's out {SHARES} decode side's out"),
-    (on_q, ValueError, f"prefill side's out {SHARES} decode side's q"),
-    (lse_on_out, ValueError, f"prefill side's lse {SHARES} decode side's out"),
-    placed("out_p", "prefill side's out", lambda pod: pod.decode.k, "decode side's k"),
-    placed("out_d", "decode side's out", lambda pod: pod.prefill.v, "prefill side's v"),
-    placed("out_d", "decode side's out", lambda pod: pod.prefill.q, "prefill side's q"),
-    placed("out_d", "decode side(: |'s )out", lambda pod: pod.decode.k, ""),
-    placed("lse_d", "decode side's lse", lambda pod: pod.prefill.q, "prefill side's q"),
-    placed("out_p", "prefill side's out", lambda pod: pod.workspace, "float_workspace_buffer"),
-    placed("out_d", "decode side's out", lambda pod: pod.workspace, "float_workspace_buffer"),
-]
+    ("kv_layout_p", ValueError, ["DHN", "prefill side: kv_layout='DHN'"]),
+    ("window_left_p", ValueError, [-2, "prefill side: window_left=-2"]),
+    ("sm_scale_p", ValueError, [TWO, "prefill side: sm_scale has 2 elements; must be a"]),
+    ("return_lse_p", EITHER, [2, "return_lse_p must be True or False"]),
+    ("custom_mask_p", ValueError, [torch.ones(KEYS, ROWS) > 0, "prefill side: custom_mask"]),
+    ("packed_custom_mask_p", ValueError,
+     [torch.ones(ROWS, KEYS).byte(), "packed_custom_mask has .* custom_mask="]),
+    ("q_scale", ValueError, [TWO, "q_scale has 2 elements"]),
+    # Tensors.
+    ("q_p", ValueError, [lambda t: t[:, :3], "prefill side: num_qo_heads = 3"]),
+    ("q_p", TypeError, [None, "prefill side: q_p"]),
+    ("v_p", ValueError, [lambda t: t[:-1], r"prefill side: v has \d+ tokens and k"]),
+    ("q_d", ValueError, [lambda t: t[:-1], "decode side: q has 1 rows"]),
+    ("q_d", TypeError, [torch.Tensor.float, "decode side: q is torch"]),
+    ("paged_kv_cache_d", TypeError,
+     [lambda cache: cache[:1] * 3, "decode side: paged_kv_cache must be a tensor or a tuple"]),
+    ("paged_kv_cache_d", EITHER, [pair(lambda x: x[:, : PAGE // 2]), "decode side"],
+     [pair(torch.Tensor.float), "decode side"]),
+    ("out_d", ValueError, [longer, "decode side: out"]),
+    ("lse_d", ValueError, [longer, "decode side: lse"]),
+]  # fmt: skip
 
 
-def refusal_id(value) -> str:
-    return re.sub(r"[^a-z_' ]", "", value)[:40] if isinstance(value, str) else ""
-
-
-@pytest.mark.parametrize(("changes", "error", "match"), REFUSED, ids=refusal_id)
-def test_run(pod, changes, error, match):
+def check_refusal(pod, changed: dict, error, says) -> None:
     """The first run() is refused, and one after a run that passed every check."""
-    changes = changes(pod) if callable(changes) else changes
-    given = {**pod.tensors(), **pod.outputs(), **changes}
+    given = {**pod.tensors(), **pod.outputs(), **changed}
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
     before = {name: t.clone() for name, t in tensors.items()}
     for _ in range(2):
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=says):
             pod.run(**given)
         for name, value in tensors.items():
             assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
         pod.check()
+
+
+@pytest.mark.parametrize(("argument", "value", "error", "says"), mistakes(*REFUSED))
+def test_run(pod, argument, value, error, says):
+    changed = {**pod.tensors(), **pod.outputs()}
+    spoil(changed, argument, value, AS_IT_IS)
+    check_refusal(pod, {argument: changed[argument]}, error, says)
+
+
+def rows_of(pod, count: int):
+    return torch.zeros(count, HEADS, HEAD_DIM, dtype=torch.float16, device=pod.device)
+
+
+def on_q(pod):
+    memory = rows_of(pod, ROWS + 2)
+    return {"out_p": memory[:ROWS], "q_d": memory[:2]}
+
+
+def on_each_other(pod):
+    memory = rows_of(pod, ROWS + 2)
+    return {"out_p": memory[:ROWS], "out_d": memory[ROWS - 1 : ROWS + 1]}
+
+
+def lse_on_out(pod):
+    memory = rows_of(pod, ROWS)
+    return {"out_d": memory[:2], **on("lse_p", lambda _: memory)(pod)}
+
+
+def on(name: str, memory):
+    """Puts an output at the beginning of other memory."""
+
+    def place(pod):
+        dims = (ROWS if name.endswith("_p") else 2, HEADS)
+        of_lse = name.startswith("lse")
+        dims, dtype = (dims, torch.float32) if of_lse else ((*dims, HEAD_DIM), torch.float16)
+        size = math.prod(dims)
+        return {name: memory(pod).view(-1).view(dtype)[:size].view(dims)}
+
+    return place
+
+
+SHARED = [
+    (on_each_other, "prefill side's out shares memory with decode side's out"),
+    (on_q, "prefill side's out shares memory with decode side's q"),
+    (lse_on_out, "prefill side's lse shares memory with decode side's out"),
+    *(
+        (on(name, memory), f"{output} shares memory with {other}")
+        for name, output, memory, other in (
+            ("out_p", "prefill side's out", lambda pod: pod.decode.k, "decode side's k"),
+            ("out_d", "decode side's out", lambda pod: pod.prefill.v, "prefill side's v"),
+            ("out_d", "decode side's out", lambda pod: pod.prefill.q, "prefill side's q"),
+            ("out_d", "decode side(: |'s )out", lambda pod: pod.decode.k, ""),
+            ("lse_d", "decode side's lse", lambda pod: pod.prefill.q, "prefill side's q"),
+            ("out_p", "prefill side's out", lambda pod: pod.workspace, "float_workspace_buffer"),
+            ("out_d", "decode side's out", lambda pod: pod.workspace, "float_workspace_buffer"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("place", "says"), SHARED)
+def test_memory_that_outputs_share(pod, place, says):
+    check_refusal(pod, place(pod), ValueError, says)
 
 
 @pytest.mark.parametrize("runs_before", [0, 2])
@@ -199,6 +208,7 @@ def test_options_may_be_repeated(pod):
     }
     pod.check(sm_scale_d=0.3, window_left_d=-1, **repeated)
     pod.check(sm_scale_d=torch.tensor([0.3]), window_left_d=torch.tensor(-1), **repeated)
+    assert pod.wrapper.launches == 2 or not pod.invariant
 
 
 @pytest.mark.parametrize("kind", [Pod, BatchPod])
@@ -227,14 +237,8 @@ OTHER_CALLS = [
     (Pod, "plan", {"pos_encoding_mode": "SPIN"}, ValueError, "pos_encoding_mode"),
     (BatchPod, "plan", backwards(1), ValueError, "prefill side: .*indptr"),
     (BatchPod, "plan", backwards(5), ValueError, "decode side: .*indptr"),
-    (
-        BatchPod,
-        "run",
-        {"custom_mask_p": torch.ones(7) > 0},
-        ValueError,
-        "prefill side: custom_mask",
-    ),
-    (BatchPod, "run", {"causal_p": "yes"}, (TypeError, ValueError), "causal_p"),
+    (BatchPod, "run", {"custom_mask_p": TWO > 0}, ValueError, "prefill side: custom_mask"),
+    (BatchPod, "run", {"causal_p": "yes"}, EITHER, "causal_p"),
 ]
 
 

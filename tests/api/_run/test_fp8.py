@@ -7,24 +7,20 @@ import torch
 from dims_and_singles import SINGLE
 from planned_cases import planned
 from preflash.testing import Case, MaskKind, build, reference, runner
+from test_cases import DTYPES
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAGED = Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
 both_cases = pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
-# dtypes of q, of k and v, and of the output
-DTYPES = [
-    (HALF, E4M3, None), (HALF, E5M2, None), (BFLOAT, E4M3, None), (BFLOAT, E5M2, None),
-    (E4M3, None, None), (E4M3, E4M3, BFLOAT), (E4M3, None, HALF), (E4M3, None, E4M3),
-]  # fmt: skip
 
 
 def with_dtypes(case: Case, q, kv=None, out=None, **changes) -> Case:
     return dataclasses.replace(case, dtype=q, kv_dtype=kv, o_dtype=out, **changes)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda dtypes: "-".join(map(str, dtypes)))
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("as_tensors", [False, True])
 @both_cases
 def test_one_factor_for_a_tensor(target, case, dtypes, as_tensors):
@@ -113,46 +109,3 @@ def test_plan_refuses(target, q, kv, out, error, why):
     with pytest.raises(error, match=why):
         runner.plan(wrapper, inputs, q_data_type=q, kv_data_type=kv, o_data_type=out)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-# run() of 8-bit queries: an argument and its value made of the factors of its heads
-RUN = [
-    ("scale_k", torch.Tensor.tolist, TypeError, "scale_k must be a torch.Tensor"),
-    ("scale_v", torch.Tensor.half, TypeError, "scale_v is torch.float16; must be"),
-    ("scale_q", lambda t: t[:-1], ValueError, r"scale_q has shape \(3,\).*num_qo_heads"),
-    ("scale_v", lambda t: t.repeat(2), ValueError, r"scale_v has shape \(4,\).*num_kv_he"),
-    ("scale_q", lambda t: t.repeat(2)[::2], ValueError, "scale_q has strides"),
-    ("scale_k", lambda t: t.to("meta"), ValueError, "scale_k has no memory"),
-    ("k_scale", torch.Tensor.clone, ValueError, r"k_scale has 2 elements.*scale_k"),
-]
-
-
-@pytest.mark.parametrize(("name", "spoil", "error", "why"), RUN)
-@both_cases
-def test_run_refuses(target, case, name, spoil, error, why):
-    inputs, wrapper = planned(with_dtypes(case, E4M3, head_scales=True), target)
-    factors = inputs.scales.k if name == "k_scale" else getattr(inputs.scales, name[-1])
-    with pytest.raises(error, match=why):
-        runner.run(wrapper, inputs, **{name: spoil(factors)})
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-@pytest.mark.parametrize("name", ["scale_q", "scale_k", "scale_v"])
-@pytest.mark.parametrize("kv", [None, E4M3])
-def test_factors_of_heads_are_for_fp8(target, kv, name):
-    inputs, wrapper = planned(with_dtypes(RAGGED, HALF, kv), target)
-    factors = {name: torch.ones(4 if name == "scale_q" else 2, device=target.device)}
-    if kv is None or name == "scale_q":
-        with pytest.raises(ValueError, match=f"{name}: only an fp8 tensor.*{name[-1]}_scale"):
-            runner.run(wrapper, inputs, **factors)
-    else:
-        runner.compare(inputs, *runner.run(wrapper, inputs, **factors)).check()
-
-
-def test_outputs_share_no_memory_with_factors(target):
-    inputs, wrapper = planned(with_dtypes(RAGGED, E4M3, None, BFLOAT), target)
-    out = torch.zeros(12, 4, 64, dtype=BFLOAT, device=target.device)
-    for name, count in (("scale_q", 4), ("scale_k", 2), ("scale_v", 2)):
-        within = out.view(-1)[64 : 64 + 2 * count].view(torch.float32)
-        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-            wrapper.run(inputs.q, inputs.k, inputs.v, out=out, **{name: within})

@@ -1,7 +1,6 @@
 """ALiBi and RoPE are compared with sums by hand, and change from plan to plan and call to call."""
 
 import dataclasses
-import itertools
 import math
 
 import preflash
@@ -115,18 +114,15 @@ def test_single_requests_keep_their_frequencies_apart(target):
 
 REFUSED = [
     ({"rope_scale": 0.0}, ValueError, "rope_scale=0.0: must be positive"),
-    ({"rope_scale": -1.0}, ValueError, "rope_scale=-1.0: must be positive"),
     ({"rope_theta": math.inf}, ValueError, "rope_theta=inf: must be finite"),
-    ({"rope_theta": math.nan}, ValueError, "rope_theta=nan: must be finite"),
     ({"rope_theta": "1e4"}, TypeError, "rope_theta must be a float"),
     ({"rope_scale": 1e-5}, ValueError, "rope_scale=1e-05 .*radians"),
     ({"rope_theta": 1e-9}, ValueError, "rope_theta=1e-09: .*radians"),
-    ({"pos_encoding_mode": "NONE", "rope_theta": 5e5}, ValueError, "only .*'ROPE_LLAMA'"),
     ({"pos_encoding_mode": "ALIBI", "rope_scale": 2.0}, ValueError, "it is 'ALIBI'"),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "why"), REFUSED, ids=itertools.count())
+@pytest.mark.parametrize(("options", "error", "why"), REFUSED)
 def test_refusals(options, error, why):
     inputs = build(Case("refused", (9,), (30,), 4, 2, 64, position=ROPE))
     wrapper = runner.planned(inputs, backend="cpu")

@@ -14,7 +14,6 @@ from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture
 from planned_cases import check_run
 from preflash.testing import Case, MaskKind, build, runner
-from preflash.testing.case import Sinks
 
 PAGED = Case("paged", (9, 3), (700, 90), 4, 2, 64, page_size=16, fixed_split_size=64)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
@@ -56,6 +55,7 @@ each_replacement = pytest.mark.parametrize(
     "replace", [*SHRINKS, moved_storage], ids=lambda f: f.__name__
 )
 first_or_cached = pytest.mark.parametrize("seen", ["first", "cached"])
+on_the_cpu = pytest.mark.parametrize("target", ["cpu"], indirect=True)
 
 
 # --- The float workspace -----------------------------------------------------
@@ -91,14 +91,6 @@ def with_workspace(kind: str, target, workspace):
         plan = functools.partial(w.plan, *arrays, 1, 1, 64, 16, q_data_type=ROW.dtype)
         run = functools.partial(w.run_return_lse, p.q, p.cache, d.q, d.cache)
         return plan, [lambda: zip((p, d), run(), strict=True)]
-    if kind == "sinks":
-        i = build(dataclasses.replace(PAGED, sinks=Sinks.MIXED), device=target.device)
-        dtypes = {"q_data_type": PAGED.dtype, "kv_data_type": PAGED.dtype}
-        w = preflash.BatchAttentionWithAttentionSinkWrapper(
-            workspace, head_dim_qk=64, head_dim_vo=64, **dtypes, **on
-        )
-        run = functools.partial(w.run, i.q, i.cache, i.sinks, i.case.scale, return_lse=True)
-        return lambda: runner.plan(w, i), [lambda: [(i, run())]]
     i = build(RAGGED if kind == "ragged" else PAGED, device=target.device)
     options = wrapper_options.graph_options(i) if kind == "graphs" else {}
     w = runner.make_wrapper(i.case, buffer=workspace, **options, **on)
@@ -116,7 +108,7 @@ def check_runs(runs) -> None:
 
 RUN_PLANS = ("pod", "batch_pod")  # run() plans both sides, in the workspace as it is then
 PLANS_OF_MACHINE = ("cascade", *RUN_PLANS)  # without a fixed split
-KINDS = ("paged", "ragged", "graphs", "sinks", "decode", "cascade", *RUN_PLANS)
+KINDS = ("paged", "ragged", "graphs", "decode", "cascade", *RUN_PLANS)
 
 
 @each_shrink
@@ -160,9 +152,10 @@ def test_a_float_workspace_with_gaps(target):
 # --- The int workspace -------------------------------------------------------
 
 
-def with_int_workspace(target, inputs, int_workspace, **options):
-    buffer = runner.workspace(target.device, 64 << 20)
-    made = runner.make_wrapper(inputs.case, backend=target.backend, buffer=buffer, **options)
+def with_int_workspace(target, inputs, int_workspace, buffer=None):
+    """Returns a planned wrapper; buffer: its float workspace, by default a new one."""
+    buffer = runner.workspace(target.device, 64 << 20) if buffer is None else buffer
+    made = runner.make_wrapper(inputs.case, backend=target.backend, buffer=buffer)
     made.reset_workspace_buffer(buffer, int_workspace)
     runner.plan(made, inputs)
     return made
@@ -182,10 +175,9 @@ def test_an_int_workspace_that_was_replaced(target, seen, replace):
     message = {None: "is at another address", 0: f"has no memory .* needs {needed} bytes"}.get(
         there, f"has {there} bytes and needs {needed}"
     )
-    with pytest.raises(ValueError, match=f"int_workspace_buffer {message}"):
-        runner.run(wrapper, inputs)
-    with pytest.raises(ValueError, match=f"int_workspace_buffer {message}"):
-        wrapper.run(inputs.q, inputs.cache)
+    for run in (runner.run, lambda one, given: one.run(given.q, given.cache)):
+        with pytest.raises(ValueError, match=f"int_workspace_buffer {message}"):
+            run(wrapper, inputs)
     if there is not None:
         with pytest.raises(ValueError, match=f"int_workspace_buffer has {there} bytes; .* needs"):
             runner.plan(wrapper, inputs)
@@ -251,17 +243,18 @@ def test_other_options_refuse_buffers_that_were_freed_before(target, name):
     """Plans made by forward() would find only the offset as a freed buffer's address."""
     stage, inputs = staged(target)
     whole = torch.zeros(4096, dtype=stage.buffers[name].dtype, device=target.device)
-    buffers = {**stage.buffers, name: whole[64 : 64 + stage.buffers[name].numel()]}
+    stage.buffers[name] = whole[64 : 64 + stage.buffers[name].numel()]
     wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), use_cuda_graph=True, backend=target.backend, **buffers
-    )
+        runner.workspace(target.device), use_cuda_graph=True, backend=target.backend,
+        **stage.buffers,
+    )  # fmt: skip
     runner.plan(wrapper, inputs)
     wrapper.run(stage.q, *stage.cache())
     freed_storage(whole)
-    with pytest.raises(ValueError, match=name):
-        wrapper.forward(stage.q, *stage.cache(), logits_soft_cap=30.0)
-    with pytest.raises(ValueError, match=name):
-        wrapper.run(stage.q, *stage.cache(), window_left=20)
+    for call, options in ((wrapper.forward, {"logits_soft_cap": 30.0}),
+                          (wrapper.run, {"window_left": 20})):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            call(stage.q, *stage.cache(), **options)
 
 
 def graph_decode(target, kind):
@@ -329,8 +322,6 @@ def test_page_indices_on_the_device_that_were_freed(target):
 
 # --- Page indices on the CPU -------------------------------------------------
 
-on_the_cpu = pytest.mark.parametrize("target", ["cpu"], indirect=True)
-
 
 @on_the_cpu
 @pytest.mark.parametrize("page", [2**30, 90, -1, -(2**31)])
@@ -383,12 +374,13 @@ def check_refused(inputs, wrapper):
 
 
 def test_a_work_list_of_another_wrapper(target):
-    shared = runner.workspace(target.device, 1 << 20)
+    """One float workspace stays allowed."""
+    shared, floats = (runner.workspace(target.device, n << 20) for n in (1, 64))
     a, b = inputs_of(target, 0), inputs_of(target, 1, qo_lens=(40, 1), kv_lens=(33, 1500))
-    first = with_int_workspace(target, a, shared)
+    first = with_int_workspace(target, a, shared, floats)
     check_run(a, first)
     first.run(a.q, a.cache)
-    second = with_int_workspace(target, b, shared)
+    second = with_int_workspace(target, b, shared, floats)
     check_refused(a, first)
     with pytest.raises(ValueError, match=OTHERS):
         first.run(a.q, a.cache)
@@ -424,18 +416,6 @@ def test_the_work_list_of_a_wrapper_as_the_workspace_of_another(target):
     runner.plan(first, a)  # into memory of its own again
     check_run(a, first)
     check_run(b, second)
-
-
-def test_a_shared_float_workspace_stays_allowed(target):
-    shared = runner.workspace(target.device, 8 << 20)
-    made = []
-    for seed in range(3):
-        inputs = inputs_of(target, seed)
-        wrapper = runner.make_wrapper(inputs.case, backend=target.backend, buffer=shared)
-        runner.plan(wrapper, inputs)
-        made.append((wrapper, inputs))
-    for wrapper, inputs in made * 2:
-        check_run(inputs, wrapper)
 
 
 def test_a_wrapper_that_is_gone_has_no_claim(target):

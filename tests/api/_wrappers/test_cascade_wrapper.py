@@ -1,6 +1,7 @@
 """MultiLevelCascadeAttentionWrapper computes attention over the concatenated keys."""
 
 import copy
+import itertools
 
 import preflash
 import pytest
@@ -76,11 +77,15 @@ def made(target, levels=LEVELS, **options):
     return tree, wrapper
 
 
-def check(wrapper, tree, pipeline=None):
+def report(wrapper, tree, pipeline=None):
     """Compares a run with the oracle; pipeline: by default full attention."""
     pipeline = pipeline or Pipeline(SCALE)
     out = wrapper.run(tree.q, tree.cache)
-    compare(out, None, tree.expected(pipeline), soft_cap=pipeline.soft_cap).check()
+    return compare(out, None, tree.expected(pipeline), soft_cap=pipeline.soft_cap)
+
+
+def check(*given):
+    report(*given).check()
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])
@@ -126,24 +131,42 @@ def test_upper_bounds_of_a_level(target):
     check(wrapper, tree, Pipeline(SCALE, causal=True))
 
 
-def test_an_interrupted_plan(target, monkeypatch):
-    """No run merges levels of two batches, and the wrapper has no variant."""
-    _, wrapper = made(target)
-    other = Tree(target.device, seed=3)
+class InterruptAt(torch.overrides.TorchFunctionMode):
+    """Interrupts a call of torch after so many others."""
 
-    def interrupt(plan, copy_in):
-        raise KeyboardInterrupt
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
 
-    with monkeypatch.context() as patch:
-        patch.setattr(wrapper._levels[-1], "_install", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
-    assert wrapper.variant is None
-    assert "not planned" in repr(wrapper)
-    with pytest.raises(ValueError, match=r"did not come to its end: call plan\(\) again"):
-        wrapper.run(other.q, other.cache)
-    wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
-    check(wrapper, other)
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs or {})
+
+
+def test_an_interrupted_plan(target):
+    """No run merges levels of two batches, and a wrapper of both has no variant."""
+    other, ends = Tree(target.device, seed=3), {"whole": 0, "none": 0}
+    for calls in itertools.count(step=2):
+        tree, wrapper = made(target)
+        try:
+            with InterruptAt(calls):
+                wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
+            break
+        except KeyboardInterrupt:
+            pass
+        if wrapper.variant is not None:
+            ends["whole"] += 1
+            assert any(report(wrapper, one).ok for one in (tree, other))
+            continue
+        ends["none"] += 1
+        assert "not planned" in repr(wrapper)
+        with pytest.raises(ValueError, match=r"did not come to its end: call plan\(\) again"):
+            wrapper.run(other.q, other.cache)
+        wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
+        check(wrapper, other)
+    assert min(ends.values()) > 0, ends
 
 
 def test_a_copy_plans_for_itself_in_its_own_workspaces(target):

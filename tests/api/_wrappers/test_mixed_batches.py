@@ -5,18 +5,13 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, MaskKind, build, comparison, runner
+from planned_cases import mistakes, spoil
+from preflash.testing import Case, MaskKind, build, poison, runner
 
-MIXED = Case(
-    "mixed", (1, 9, 1, 0, 33), (30, 9, 77, 5, 40), 4, 2, 64, dtype=torch.float16,
-    mask=MaskKind.CAUSAL, page_size=8,
-)  # fmt: skip
+MIXED = Case("mixed", (1, 9, 1, 0, 33), (30, 9, 77, 5, 40), 4, 2, 64, dtype=torch.float16,
+             mask=MaskKind.CAUSAL, page_size=8)  # fmt: skip
 EITHER = (NotImplementedError, ValueError)
 F16 = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
-
-
-def lengths(inputs) -> torch.Tensor:
-    return torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
 
 
 def made(target, case=MIXED):
@@ -24,40 +19,41 @@ def made(target, case=MIXED):
     return inputs, preflash.BatchAttention(case.layout, target.device, backend=target.backend)
 
 
-def plan(wrapper, inputs, tables=(), **options):
-    """Plans with arrays {index: array} in place of those of the inputs."""
+def arguments(inputs) -> dict:
+    """Returns the arguments of BatchAttention.plan()."""
     case = inputs.case
-    arrays = [inputs.qo_indptr, inputs.kv_indptr, inputs.indices, lengths(inputs)]
-    for at, array in dict(tables).items():
-        arrays[at] = array
-    usual = {
+    return {
+        "qo_indptr": inputs.qo_indptr,
+        "kv_indptr": inputs.kv_indptr,
+        "kv_indices": inputs.indices,
+        "kv_len_arr": torch.tensor(case.kv_lens, dtype=torch.int32),
+        "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim_qk": case.head_dim,
+        "head_dim_vo": case.dim_vo,
+        "page_size": case.page_size,
         "causal": case.mask is MaskKind.CAUSAL,
-        "sm_scale": case.scale,
         "logits_soft_cap": case.soft_cap,
         "q_data_type": case.dtype,
-        "kv_data_type": case.dtype_kv or case.dtype,
+        "kv_data_type": case.dtype,
     }
-    sizes = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.dim_vo, case.page_size)
-    wrapper.plan(*arrays, *sizes, **{**usual, **options})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"layout": "HND", "mask": MaskKind.NONE},
-        {"soft_cap": 20.0, "page_size": 1},
-        {"dtype": torch.bfloat16, "num_qo_heads": 6, "num_kv_heads": 1},
-    ],
-    ids=["usual", "hnd", "cap", "bfloat16"],
-)
+CHANGES = {
+    "usual": {},
+    "hnd": {"layout": "HND", "mask": MaskKind.NONE},
+    "cap": {"soft_cap": 20.0, "page_size": 1},
+    "bfloat16": {"dtype": torch.bfloat16, "num_qo_heads": 6, "num_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_batch_attention(target, changes):
     case = dataclasses.replace(MIXED, **changes)
     inputs, wrapper = made(target, case)
-    plan(wrapper, inputs)
-    shape = inputs.q.shape
-    out = comparison.poison(shape, case.dtype, inputs.q.device)
-    lse = comparison.poison(shape[:2], torch.float32, inputs.q.device)
+    wrapper.plan(**arguments(inputs))
+    out = poison(inputs.q.shape, case.dtype, target.device)
+    lse = poison(inputs.q.shape[:2], torch.float32, target.device)
     cap = {"logits_soft_cap": case.soft_cap} if case.soft_cap else {}
     results = wrapper.run(inputs.q, inputs.cache, out, lse, **cap)
     assert results[0] is out
@@ -67,62 +63,57 @@ def test_batch_attention(target, changes):
 
 def test_pages_behind_the_keys_are_not_read(target):
     inputs, wrapper = made(target)
-    at, pages = [0], []
-    for request, kv_len in enumerate(MIXED.kv_lens):
-        own = inputs.indices[inputs.kv_indptr[request] : inputs.kv_indptr[request + 1]].cpu()
-        assert own.numel() == -(-kv_len // 8)
-        pages += [*own.tolist(), *[10**6] * request]
+    given, at, pages = arguments(inputs), [0], []
+    for request, own in enumerate(inputs.page_table):
+        pages += [*own, *[10**6] * request]
         at.append(len(pages))
-    arrays = {1: torch.tensor(at).int(), 2: torch.tensor(pages).int()}
-    plan(wrapper, inputs, {**arrays, 3: lengths(inputs).to(target.device)})
+    given |= {"kv_indptr": torch.tensor(at).int(), "kv_indices": torch.tensor(pages).int()}
+    wrapper.plan(**given | {"kv_len_arr": given["kv_len_arr"].to(target.device)})
     runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache)).check()
 
 
-def with_length(inputs, request, length):
-    changed = lengths(inputs)
-    changed[request] = length
-    return changed
+def length_of(request: int, length: int):
+    def change(lengths):
+        lengths = lengths.clone()
+        lengths[request] = length
+        return lengths
+
+    return change
 
 
-# Calls of a planned wrapper with its inputs, and of one without a plan.
 REFUSED = [
-    (lambda w, x, new: new.run(x.q, x.cache), ValueError, "before plan"),
-    (lambda w, x, _: plan(w, x, use_profiler=True), NotImplementedError, "use_profiler"),
-    (lambda w, x, _: w.run(x.q, x.cache, logits_soft_cap=3.0), ValueError, "logits_soft_cap"),
-    (lambda w, x, _: w.run(x.q, x.cache, profiler_buffer=x.q), NotImplementedError,
-     "profiler_buffer"),
-    *(
-        (
-            lambda w, x, _, longest=longest: plan(w, x, {3: with_length(x, 1, longest)}),
-            ValueError,
-            rf"kv_len_arr\[1\] = {longest}",
-        )
-        for longest in (9 + 100, 2**31 - 1)
-    ),
-    *(
-        (
-            lambda w, x, _, change=change, length=length: plan(
-                w, x, {1: change(x.kv_indptr.cpu()), 3: with_length(x, 0, length)}
-            ),
-            ValueError,
-            "kv_indptr goes from",
-        )
-        for change in (lambda t: t - 1, lambda t: t + 1, lambda t: t.flip(0))
-        for length in (MIXED.kv_lens[0], 0)
-    ),
+    ("use_profiler", NotImplementedError, True),
+    ("kv_len_arr", ValueError, [length_of(1, 109), r"kv_len_arr\[1\] = 109"],
+     [length_of(1, 2**31 - 1), r"kv_len_arr\[1\] = 2147483647"]),
+    ("kv_indptr", ValueError, *([change, "kv_indptr goes from"]
+     for change in (lambda t: t - 1, lambda t: t + 1, lambda t: t.flip(0)))),
 ]  # fmt: skip
+ROW = ("argument", "value", "error", "says")
 
 
-@pytest.mark.parametrize(("call", "error", "says"), REFUSED)
-def test_batch_attention_refuses(target, call, error, says):
-    (inputs, wrapper), (_, new) = made(target), made(target)
-    plan(wrapper, inputs)
+@pytest.mark.parametrize(ROW, mistakes(*REFUSED))
+def test_batch_attention_refuses(target, argument, value, error, says):
+    inputs, wrapper = made(target)
+    given = arguments(inputs)
+    wrapper.plan(**given)
+    spoil(given, argument, value, target)
     with pytest.raises(error, match=says):
-        call(wrapper, inputs, new)
+        wrapper.plan(**given)
     runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache)).check()
 
 
-# Ranges.
+def test_runs_that_batch_attention_refuses(target):
+    inputs, wrapper = made(target)
+    with pytest.raises(ValueError, match="before plan"):
+        wrapper.run(inputs.q, inputs.cache)
+    wrapper.plan(**arguments(inputs))
+    with pytest.raises(ValueError, match="logits_soft_cap"):
+        wrapper.run(inputs.q, inputs.cache, logits_soft_cap=3.0)
+    with pytest.raises(NotImplementedError, match="profiler_buffer"):
+        wrapper.run(inputs.q, inputs.cache, profiler_buffer=inputs.q)
+
+
+# --- Ranges ------------------------------------------------------------------
 
 SPANS = {1: [(2, 0, 6), (3, 0, 6), (8, 5, 8)], 4: [(10, 12, 30), (32, 3, 39), (0, 39, 39)]}
 
@@ -150,10 +141,10 @@ def masks_of(case: Case, causal_window=-1, range_window=-1, spans=SPANS) -> list
     return masks
 
 
-def expected(target, causal_window=-1, range_window=-1):
-    case = dataclasses.replace(MIXED, mask=MaskKind.CUSTOM)
-    inputs = build(case, device=target.device)
-    inputs.masks = masks_of(case, causal_window, range_window)
+def expected(target, *windows):
+    """Returns inputs with the masks of the spans."""
+    inputs = build(dataclasses.replace(MIXED, mask=MaskKind.CUSTOM), device=target.device)
+    inputs.masks = masks_of(inputs.case, *windows)
     return inputs
 
 
@@ -206,28 +197,31 @@ def test_ranges_that_change_between_runs(target):
 
 
 RANGES_REFUSED = [
-    *(
-        (lambda _, w, x, options=options: plan_ranges(w, x, **options), EITHER, next(iter(options)))
-        for options in (
-            {"causal": True},
-            {"custom_mask": torch.ones(3)},
-            {"window_left": 3},
-            {"logits_soft_cap": 3.0},
-            {"head_dim_qk": 128},
-            {"q_data_type": torch.bfloat16},
-            {"prefix_len_ptr": torch.ones(3)},
-        )
-    ),
-    (lambda _, w, x: w.run(x.q, x.cache, ranges_of(x).long()), TypeError,
-     r"bidirectional_ranges is torch\.int64"),
-    (lambda _, w, x: w.run(x.q, x.cache, ranges_of(x)[1:]), ValueError, "rows of q"),
-    (lambda to, *_: ranges_wrapper(to, use_cuda_graph=True), NotImplementedError, "use_cuda_graph"),
+    ("causal", EITHER, True), ("custom_mask", EITHER, torch.ones(3)), ("window_left", EITHER, 3),
+    ("logits_soft_cap", EITHER, 3.0), ("head_dim_qk", EITHER, 128),
+    ("q_data_type", EITHER, torch.bfloat16), ("prefix_len_ptr", EITHER, torch.ones(3)),
+    ("ranges", TypeError, [torch.Tensor.long, r"bidirectional_ranges is torch\.int64"]),
+    ("ranges", ValueError, [lambda t: t[1:], "rows of q"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "says"), RANGES_REFUSED)
-def test_ranges_refuse(target, call, error, says):
+@pytest.mark.parametrize(ROW, mistakes(*RANGES_REFUSED))
+def test_ranges_refuse(target, argument, value, error, says):
     inputs, wrapper = ranges_planned(target)
+    given = {"ranges": ranges_of(inputs)}
+    spoil(given, argument, value, target)
+    ranges = given.pop("ranges")
+
+    def plan_or_run():
+        if given:
+            plan_ranges(wrapper, inputs, **given)
+        wrapper.run(inputs.q, inputs.cache, ranges)
+
     with pytest.raises(error, match=says):
-        call(target, wrapper, inputs)
+        plan_or_run()
     runner.compare(inputs, wrapper.run(inputs.q, inputs.cache, ranges_of(inputs)), None).check()
+
+
+def test_ranges_have_no_graphs(target):
+    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
+        ranges_wrapper(target, use_cuda_graph=True)

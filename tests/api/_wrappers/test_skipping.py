@@ -9,16 +9,32 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from interpreter_steps import interpreter_steps
-from preflash.testing import Case, MaskKind, compare, runner
-from preflash.testing.oracle import Pipeline, attend, concatenate
+from planned_cases import tensors
+from preflash.testing import Case, Inputs, MaskKind, build, compare, reference, runner
+from preflash.testing.inputs import indptr
 from torch.fx.experimental.proxy_tensor import make_fx
 
 FACTOR = "skip_softmax_threshold_scale_factor"
-HEADS, KV_HEADS, PAGE = 4, 2, 64
-KV_LENS = (2048, 1792)
-# Keys of each request, away from where logits change, for tiles of any size.
-MIDDLE = slice(512, 1280)
+HEADS, PAGE = 4, 64
+PAGED = Case("paged", (200, 70), (2048, 1792), HEADS, 2, 128, page_size=PAGE, sm_scale=1.0,
+             dtype=torch.float16, mask=MaskKind.CAUSAL)  # fmt: skip
+CASES = {
+    "paged": PAGED,
+    "ragged": dataclasses.replace(PAGED, page_size=0),
+    "decode": dataclasses.replace(PAGED, qo_lens=(1, 1), mask=MaskKind.NONE),
+}
+
+
+def set_keys(inputs, memory, value: float, columns=slice(None), begin=0, end=None) -> None:
+    """Sets columns of the keys [begin, end) of each request, of whole pages."""
+    for i, kv_len in enumerate(inputs.case.kv_lens):
+        stop = end or kv_len
+        if inputs.case.paged:
+            pages = torch.tensor(inputs.page_table[i][begin // PAGE : stop // PAGE])
+            memory[pages.to(memory.device), ..., columns] = value
+        else:
+            first = sum(inputs.case.kv_lens[:i])
+            memory[first + begin : first + stop, :, columns] = value
 
 
 @dataclasses.dataclass
@@ -27,84 +43,51 @@ class Decaying:
     tiles are computed, the first ones are not of the middle."""
 
     wrapper: object
-    q: torch.Tensor
-    k: torch.Tensor  # [tokens, heads, head_dim]
-    v: torch.Tensor
-    qo_lens: tuple[int, ...]
-    paged: bool
-    causal: bool
-
-    @property
-    def keys(self) -> tuple:
-        if not self.paged:
-            return (self.k, self.v)
-        pages = (len(self.k) // PAGE, PAGE, KV_HEADS, self.k.shape[-1])
-        return ((self.k.view(pages), self.v.view(pages)),)
+    inputs: Inputs
 
     def run(self, factor="absent", **options):
         if factor != "absent":
             options[FACTOR] = factor
-        return self.wrapper.run(self.q, *self.keys, **options)
+        return self.wrapper.run(*tensors(self.inputs), **options)
 
     def spoil(self) -> None:
         """Puts NaN into the values of the middle, which no run that leaves it out may show."""
-        for begin in (0, KV_LENS[0]):
-            self.v[begin + MIDDLE.start : begin + MIDDLE.stop] = math.nan
-
-    def check(self, factor, expected=None, **options) -> None:
-        """Compares a run with a factor, and its LSE, with the oracle."""
-        out, lse = self.run(factor, return_lse=True, **options)
-        compare(out.cpu(), lse.cpu(), expected or self.expected()).check()
+        # Away from where logits change, for tiles of any size.
+        set_keys(self.inputs, self.inputs.v, math.nan, begin=512, end=1280)
 
     def expected(self, **options):
-        pipeline = Pipeline(sm_scale=1.0, **{"causal": self.causal, **options})
-        parts, row, key = [], 0, 0
-        for qo_len, kv_len in zip(self.qo_lens, KV_LENS, strict=True):
-            rows, keys = slice(row, row + qo_len), slice(key, key + kv_len)
-            tensors = (self.q[rows], self.k[keys], self.v[keys])
-            parts.append(attend(*(t.cpu() for t in tensors), pipeline))
-            row, key = row + qo_len, key + kv_len
-        return concatenate(parts)
+        pipeline = dataclasses.replace(self.inputs.pipeline, **options)
+        return reference(self.inputs, pipeline=pipeline)
 
 
-def lengths(kind):
-    return (1, 1) if kind == "decode" else (200, 70)
+def plan(wrapper, inputs, **options) -> None:
+    """Plans keys that are not split: each chunk would have first tiles and maxima of its own."""
+    options = {"disable_split_kv": True, **options}
+    if isinstance(wrapper, preflash.BatchDecodeWithPagedKVCacheWrapper):
+        arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+        types = {"q_data_type": inputs.case.dtype, "sm_scale": 1.0}
+        wrapper.plan(*arrays, HEADS, 2, inputs.case.head_dim, PAGE, **types, **options)
+    else:
+        runner.plan(wrapper, inputs, **options)
 
 
 def made(kind, target, dtype=torch.float16, head_dim=128, wrapper=None, **options) -> Decaying:
     """Plans a wrapper, by default a new one of a kind; options: of plan()."""
-    generator = torch.Generator().manual_seed(0)
-    qo_lens, tokens = lengths(kind), sum(KV_LENS)
-    q, k, v = (
-        torch.randn(n, heads, head_dim, generator=generator).mul(0.1).to(dtype)
-        for n, heads in ((sum(qo_lens), HEADS), (tokens, KV_HEADS), (tokens, KV_HEADS))
-    )
-    q[..., 0], k[..., 0] = 4.0, 0.0
-    for begin in (0, KV_LENS[0]):
-        k[begin + 256 : begin + 1536, :, 0] = -5.0
-    qo_indptr = torch.tensor([0, qo_lens[0], sum(qo_lens)], dtype=torch.int32)
-    numbers = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": head_dim}
-    # Each chunk of split keys would have first tiles and maxima of its own.
-    split = {} if "fixed_split_size" in options else {"disable_split_kv": True}
-    given = {**numbers, **split, "sm_scale": 1.0, "q_data_type": dtype, **options}
-    pages = torch.tensor([0, KV_LENS[0] // PAGE, tokens // PAGE], dtype=torch.int32)
-    indices = torch.arange(tokens // PAGE, dtype=torch.int32, device=target.device)
-    last = torch.full((2,), PAGE, dtype=torch.int32)
-    name = {"ragged": "PrefillWithRagged", "decode": "DecodeWithPaged"}.get(
-        kind, "PrefillWithPaged"
-    )
+    case = dataclasses.replace(CASES[kind], dtype=dtype, head_dim=head_dim)
+    case = dataclasses.replace(case, kv_dtype=options.pop("kv_data_type", None))
+    inputs = build(case, device=target.device)
+    for t in (inputs.q, inputs.k):
+        t.copy_(t.float() * 0.1)
+    inputs.q[..., 0] = 4.0
+    set_keys(inputs, inputs.k, 0.0, 0)
+    set_keys(inputs, inputs.k, -5.0, 0, begin=256, end=1536)
     if wrapper is None:
-        make = getattr(preflash, f"Batch{name}KVCacheWrapper")
+        name = "Decode" if kind == "decode" else "Prefill"
+        storage = "Ragged" if kind == "ragged" else "Paged"
+        make = getattr(preflash, f"Batch{name}With{storage}KVCacheWrapper")
         wrapper = make(runner.workspace(target.device), backend=target.backend)
-    if kind == "ragged":
-        kv_indptr = torch.tensor([0, KV_LENS[0], tokens], dtype=torch.int32)
-        wrapper.plan(qo_indptr, kv_indptr, causal=True, **given)
-    elif kind == "decode":
-        wrapper.plan(pages, indices, last, page_size=PAGE, **given)
-    else:
-        wrapper.plan(qo_indptr, pages, indices, last, page_size=PAGE, causal=True, **given)
-    q, k, v = map(target.to, (q, *(x.to(options.get("kv_data_type", dtype)) for x in (k, v))))
-    return Decaying(wrapper, q, k, v, qo_lens, kind != "ragged", kind != "decode")
+    plan(wrapper, inputs, **options)
+    return Decaying(wrapper, inputs)
 
 
 def near(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -121,14 +104,13 @@ def test_tiles_without_weight_are_left_out(target, kind, dtype):
     """They are not even looked at: NaN among their values reaches nothing. All others count, in the
     LSE too. A run without a factor is as before."""
     batch = made(kind, target, dtype)
-    before = batch.run(return_lse=True)
+    before, values = batch.run(return_lse=True), batch.inputs.v.clone()
     expected = batch.expected()
     batch.spoil()
-    batch.check(1.0, expected)
+    compare(*batch.run(1.0, return_lse=True), expected).check()
     for factor in ("absent", None, 0, 0.0):
         assert batch.run(factor).isnan().all(), factor
-    again = made(kind, target, dtype)
-    batch.v.copy_(again.v)
+    batch.inputs.v.copy_(values)
     for factor in ("absent", None, 0, 0.0):
         after = batch.run(factor, return_lse=True)
         assert all(map(torch.equal, before, after)), factor
@@ -139,18 +121,17 @@ def test_tiles_without_weight_are_left_out(target, kind, dtype):
 def test_as_in_the_function(target, kind, head_dim):
     """The same keys as in trtllm_fmha_v2_prefill are left out, also where that changes much."""
     batch = made(kind, target, head_dim=head_dim)
-    cpu = target.backend == "cpu"
-    begins = torch.tensor([0, batch.qo_lens[0], sum(batch.qo_lens)], dtype=torch.int32)
-    kv_begins = torch.tensor([0, KV_LENS[0], sum(KV_LENS)], dtype=torch.int32)
+    case, cpu = batch.inputs.case, target.backend == "cpu"
+    requests = [batch.inputs.request(i) for i in range(2)]
+    k, v = (torch.cat([getattr(one, name) for one in requests]) for name in "kv")
     for factor in (1e-12, 1.0, 1800.0, 1e9):
         out = batch.run(factor)
         function = preflash.trtllm_fmha_v2_prefill(
-            (batch.q, batch.k, batch.v), "SEPARATE_Q_K_V",
-            torch.empty(0, dtype=torch.uint8, device=target.device),
-            seq_lens=torch.tensor(KV_LENS, dtype=torch.int32), max_q_len=max(batch.qo_lens),
-            max_kv_len=max(KV_LENS), bmm1_scale=1.0, bmm2_scale=1.0, batch_size=2,
-            cum_seq_lens_q=begins, cum_seq_lens_kv=kv_begins,
-            mask_mode="causal" if batch.causal else "padding", backend=target.backend,
+            (batch.inputs.q, k, v), "SEPARATE_Q_K_V", runner.workspace(target.device, 0),
+            seq_lens=torch.tensor(case.kv_lens).int(), max_q_len=max(case.qo_lens),
+            max_kv_len=max(case.kv_lens), bmm1_scale=1.0, bmm2_scale=1.0, batch_size=2,
+            cum_seq_lens_q=indptr(case.qo_lens), cum_seq_lens_kv=indptr(case.kv_lens),
+            mask_mode="padding" if kind == "decode" else "causal", backend=target.backend,
             **{FACTOR: factor},
         )  # fmt: skip
         # Without a split, as the batch is, a decode step has the bits of a prefill's row.
@@ -164,10 +145,7 @@ def test_as_in_the_function(target, kind, head_dim):
 def test_another_factor_is_no_other_plan(target, kind):
     batch = made(kind, target)
     batch.spoil()
-    kernel = batch.wrapper.variant
-    first = interpreter_steps(lambda: batch.run(0.25))
-    skipped = batch.run(1.0)
-    assert interpreter_steps(lambda: batch.run(0.75)) < first / 4
+    kernel, skipped = batch.wrapper.variant, batch.run(1.0)
     # A factor that float32 does not hold leaves out nothing either.
     for factor in (1e-12, 1e-30, 1e-50, np.float32(1e-12)):
         assert batch.run(factor).isnan().all()
@@ -180,11 +158,12 @@ def test_with_other_options_of_a_run(target):
     batch = made("paged", target)
     sinks = target.to(torch.tensor([0.5, -1.0, 90.0, 0.0]))
     given = {"window_left": 1900, "sinks": sinks, "q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0}
-    expected = batch.expected(window_left=1900, sinks=sinks.cpu(), out_scale=3.0)
+    expected = batch.expected(window_left=1900, sinks=sinks, out_scale=3.0)
     batch.spoil()
     out, lse = batch.run(1.0, return_lse=True, lse_base="ln", lse_layout="HN", **given)
-    compare(out.cpu(), lse.T.contiguous().cpu() / math.log(2), expected).check()
+    compare(out, lse.T.contiguous() / math.log(2), expected).check()
     assert batch.run(1e-12, **given).isnan().any()
+    assert batch.run(window_left=1900).isnan().any()
     assert batch.run(1.0, sinks=sinks).isfinite().all()
     assert batch.run(sinks=sinks).isnan().any()
 
@@ -192,13 +171,14 @@ def test_with_other_options_of_a_run(target):
 def test_q_len_per_req(target):
     """run() may plan twice for one call."""
     batch = made("decode", target)
-    batch.q = batch.q.repeat_interleave(3, dim=0)
-    batch.qo_lens, batch.causal = (3, 3), True
+    step = batch.inputs
+    case = dataclasses.replace(step.case, qo_lens=(3, 3), mask=MaskKind.CAUSAL)
+    batch.inputs = dataclasses.replace(step, case=case, q=step.q.repeat_interleave(3, dim=0))
     expected = batch.expected()
     batch.spoil()
     for _ in range(2):
-        batch.check(1.0, expected, q_len_per_req=3)
-    batch.q = batch.q[::3].contiguous()
+        compare(*batch.run(1.0, return_lse=True, q_len_per_req=3), expected).check()
+    batch.inputs = step
     assert batch.run().isnan().all()
     assert batch.run(1.0).isfinite().all()
 
@@ -216,20 +196,20 @@ def test_wrappers_of_sinks(target, how):
         given = {"jit_args": SINK}
     wrapper = kind(runner.workspace(target.device), backend=target.backend, **given)
     batch = made("paged", target, wrapper=wrapper)
-    sinks = target.to(torch.zeros(HEADS))
+    run = (*tensors(batch.inputs), target.to(torch.zeros(HEADS)), 1.0)
     batch.spoil()
-    assert wrapper.run(batch.q, *batch.keys, sinks, 1.0, **{FACTOR: 1.0}).isfinite().all()
-    assert wrapper.run(batch.q, *batch.keys, sinks, 1.0).isnan().all()
+    assert wrapper.run(*run, **{FACTOR: 1.0}).isfinite().all()
+    assert wrapper.run(*run).isnan().all()
 
 
 def test_new_plans_copies_and_forward(target):
     batch = made("paged", target)
     batch.spoil()
-    skipped = batch.run(1.0)
+    skipped, given = batch.run(1.0), tensors(batch.inputs)
     other = copy.copy(batch.wrapper)
-    assert torch.equal(other.run(batch.q, *batch.keys, **{FACTOR: 1.0}), skipped)
-    made("paged", target, wrapper=batch.wrapper)  # plans again
-    assert batch.wrapper.forward(batch.q, *batch.keys, causal=True, sm_scale=1.0).isnan().all()
+    assert torch.equal(other.run(*given, **{FACTOR: 1.0}), skipped)
+    plan(batch.wrapper, batch.inputs)
+    assert batch.wrapper.forward(*given, causal=True, sm_scale=1.0).isnan().all()
     assert torch.equal(batch.run(1.0), skipped)
     assert batch.run().isnan().all()
 
@@ -252,25 +232,20 @@ def test_wrong_factors(target, kind):
         assert torch.equal(batch.run(), before)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"logits_soft_cap": 50.0},
-        {"pos_encoding_mode": "ALIBI"},
-        {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"head_dim": 512},
-        {"custom_mask": True},
-        {"kv_data_type": torch.float8_e4m3fn},
-    ],
-    ids=lambda options: "-".join(map(str, *options.items())),
-)
+OTHER_KERNELS = {
+    "soft cap": {"logits_soft_cap": 50.0},
+    "alibi": {"pos_encoding_mode": "ALIBI"},
+    "rope": {"pos_encoding_mode": "ROPE_LLAMA"},
+    "head_dim 512": {"head_dim": 512},
+    "mask": {"custom_mask": torch.ones(200 * 2048 + 70 * 1792, dtype=torch.bool)},
+    "8-bit keys": {"kv_data_type": torch.float8_e4m3fn},
+}
+
+
+@pytest.mark.parametrize("options", OTHER_KERNELS.values(), ids=OTHER_KERNELS)
 def test_where_a_gpu_has_no_kernel(target, options):
-    options = dict(options)
-    head_dim = options.pop("head_dim", 128)
-    if "custom_mask" in options:
-        bits = sum(n * m for n, m in zip(lengths("paged"), KV_LENS, strict=True))
-        options = {"custom_mask": torch.ones(bits, dtype=torch.bool, device=target.device)}
-    batch = made("paged", target, head_dim=head_dim, **options)
+    options = {k: target.to(x) if k == "custom_mask" else x for k, x in options.items()}
+    batch = made("paged", target, **options)
     before = batch.run()
     if target.backend == "cpu":
         assert near(batch.run(1e-9), before)
@@ -287,13 +262,13 @@ def test_where_a_gpu_has_no_kernel(target, options):
 def test_traced_runs(target, factor):
     batch = made("ragged", target)
     batch.spoil()
-    tensors = (batch.q, batch.k, batch.v)
+    given = tensors(batch.inputs)
 
     def attend_to(q, k, v):
         return batch.wrapper.run(q * 1, k, v, return_lse=True, **{FACTOR: factor})
 
-    traced = make_fx(attend_to)(*tensors)(*tensors)
-    for got, expected in zip(traced, attend_to(*tensors), strict=True):
+    traced = make_fx(attend_to)(*given)(*given)
+    for got, expected in zip(traced, attend_to(*given), strict=True):
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert bool(traced[0].isnan().any()) is (factor == 0.0)
 
@@ -308,7 +283,8 @@ def test_a_factor_that_changes_in_a_compiled_function(target):
 
     compiled = torch.compile(attend_to, fullgraph=True, backend="aot_eager")
     for factor in (1.0, 1e-12, 0.5, 0.25, 1e-15, None, 0.0):
-        got, expected = (call(batch.q, batch.k, batch.v, factor) for call in (compiled, attend_to))
+        given = (*tensors(batch.inputs), factor)
+        got, expected = (call(*given) for call in (compiled, attend_to))
         assert bool(got.isnan().any()) is (not factor or factor < 1e-9), factor
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
 

@@ -1,10 +1,12 @@
 """Wrappers keep their contract of forms, buffers, options, workspaces and repeated plans."""
 
 import dataclasses
+import functools
+import operator
 
 import pytest
 import torch
-from planned_cases import check_run, plan_arguments, planned, tensors, unplanned
+from planned_cases import check_run, planned, tensors, unplanned
 from preflash.testing import Case, KvForm, MaskKind, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
 
@@ -18,8 +20,6 @@ def each(*cases):
 
 
 every_case, both = each(RAGGED, PAGED, SPLIT_KV), each(RAGGED, PAGED)
-
-# --- forms of the result -----------------------------------------------------
 
 
 @every_case
@@ -50,36 +50,24 @@ def test_forms_of_the_result(target, case):
     assert bool(wide[0].isnan().all() and wide[-1].isnan().all() and wide[..., dim:].isnan().all())
 
 
-# --- options of a run --------------------------------------------------------
-
-# Arguments of run() by position, its options, and (scale, window, out_scale) of the oracle.
+# Options of run(), and (scale, window, out_scale) of the oracle.
 RUN_OPTIONS = {
-    "scales": ((), {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}, (1.5, -1, 0.25)),
-    "tensors": ((), {"k_scale": torch.tensor(2.0), "v_scale": torch.tensor([0.5])}, (2, -1, 0.5)),
-    "window": ((), {"window_left": 6}, (1.0, 6, 1.0)),
-    "paged by position": ((2.0, 0.5, True), {}, (2.0, -1, 0.5)),
-    "ragged by position": ((True,), {}, (1.0, -1, 1.0)),
+    "scales": ({"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}, (1.5, -1, 0.25)),
+    "tensors": ({"k_scale": torch.tensor(2.0), "v_scale": torch.tensor([0.5])}, (2, -1, 0.5)),
+    "window": ({"window_left": 6}, (1.0, 6, 1.0)),
 }
 
 
-def signed_for(case, name):
-    return "position" not in name or name.startswith("paged") is case.paged
-
-
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [(c, name) for c in (RAGGED, PAGED, SPLIT_KV) for name in RUN_OPTIONS if signed_for(c, name)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_options_of_one_run(target, case, name):
+@pytest.mark.parametrize(("options", "changes"), RUN_OPTIONS.values(), ids=RUN_OPTIONS)
+@every_case
+def test_options_of_one_run(target, case, options, changes):
     """k_scale and q_scale multiply the logits, v_scale the output; the next run is as planned."""
-    positional, options, (scale, window, out_scale) = RUN_OPTIONS[name]
     inputs, wrapper = planned(case, target)
-    options = {k: x.to(target.device) if hasattr(x, "to") else x for k, x in options.items()}
-    options |= {} if positional else {"return_lse": True}
-    out, lse = wrapper.run(*tensors(inputs), *positional, **options)
+    options = {k: target.to(x) if hasattr(x, "to") else x for k, x in options.items()}
+    scale, window, out_scale = changes
     pipeline = Pipeline(case.scale * scale, True, window, out_scale=out_scale)
-    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
+    result = wrapper.run_return_lse(*tensors(inputs), **options)
+    compare(*result, reference(inputs, pipeline=pipeline)).check()
     check_run(inputs, wrapper)
 
 
@@ -116,93 +104,58 @@ def test_forward_has_options_of_its_own(target, case, is_planned):
     assert wrapper.end_forward() is None
 
 
-def test_forward_keeps_a_custom_mask(target):
-    """causal is only effective without a custom mask; forward's default must not undo the mask."""
-    case = Case("mask", (20, 9), (50, 9), 4, 2, 64, mask=MaskKind.CUSTOM)
-    inputs, wrapper = planned(case, target)
-    for causal in (False, True):
-        out = wrapper.forward(inputs.q, inputs.k, inputs.v, causal=causal)
-        runner.compare(inputs, out, None).check()
-
-
 @both
 def test_windows_of_run(case, target):
     """Later runs with a window find its variant at once: that of the current plan, though more
     windows have come since than variants are cached."""
     (_, wrapper), (_, twin) = (unplanned(case, target) for _ in range(2))
     windows = [*range(12), -1, 3, 1_000_000]
-    for seed in range(2):
-        inputs = build(case, seed=seed, device=target.device)
-        runner.plan(wrapper, inputs)
+    other = dataclasses.replace(case, qo_lens=case.qo_lens[::-1], kv_lens=case.kv_lens[::-1])
+    # C++ makes the second plan by itself, the third one has other options.
+    for lengths, options in ((case, {}), (other, {}), (case, {"sm_scale": 0.3})):
+        inputs = build(lengths, device=target.device)
+        runner.plan(wrapper, inputs, **options)
         first = {window: wrapper.run(*tensors(inputs), window_left=window) for window in windows}
         for window, out in first.items():
-            runner.plan(twin, inputs, window_left=window)
+            runner.plan(twin, inputs, window_left=window, **options)
             assert torch.equal(twin.run(*tensors(inputs)), out)
             assert torch.equal(wrapper.run(*tensors(inputs), window_left=window), out)
+        windows.reverse()  # the next plan begins with the last window of this one
     for wrong in (-2, True, 1.5, "3"):
         with pytest.raises((TypeError, ValueError), match="window_left"):
             wrapper.run(*tensors(inputs), window_left=wrong)
 
 
-@both
-def test_keywords(target, case):
-    """Every argument by name, head_dim_qk for head_dim, and dtypes as text."""
-    inputs = build(case, device=target.device)
-    kind = type(runner.make_wrapper(case, backend="auto"))
-    wrapper = kind(
-        float_workspace_buffer=runner.workspace(target.device), kv_layout="NHD", backend="auto"
-    )
-    arguments = plan_arguments(inputs)
-    sizes = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "head_dim_vo": 64}
-    sizes |= {"page_size": 16} if case.paged else {}
-    arrays = {name: arguments[name] for name in arguments if "_ind" in name or "last" in name}
-    dtypes = {"q_data_type": "bfloat16", "o_data_type": torch.bfloat16}
-    wrapper.plan(**arrays, **sizes, **dtypes, causal=True, use_fp16_qk_reduction=True)
-    names = ("q", "paged_kv_cache") if case.paged else ("q", "k", "v")
-    given = dict(zip(names, tensors(inputs), strict=True))
-    runner.compare(inputs, *wrapper.run(**given, return_lse=True)).check()
-
-
-# --- state that serving engines read -----------------------------------------
-
-
 def test_attributes(target):
-    """The soft cap is the caller's double, which engines compare; the kernels have it in
-    float32."""
+    """The soft cap is the caller's double, which engines compare; kernels have it in float32.
+    Which of fa2 and fa3 "auto" chooses depends on what is compiled (tests/gpu)."""
     case = Case("attributes", (9,), (30,), 4, 2, 64, window_left=12, soft_cap=0.3, sm_scale=0.25)
     inputs, wrapper = planned(case, target, causal=True)
-    assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (12, 0.3, 0.25)
-    assert wrapper._causal is True
-    assert wrapper._backend == target.backend
+    shown = operator.attrgetter("_window_left", "_logits_soft_cap", "_causal")
+    assert shown(wrapper) == (12, 0.3, True)
+    assert (wrapper._sm_scale, wrapper._backend) == (0.25, target.backend)
     assert wrapper.is_cuda_graph_enabled is False
     runner.plan(wrapper, inputs, causal=False, window_left=-1, logits_soft_cap=None, sm_scale=None)
-    assert (wrapper._window_left, wrapper._logits_soft_cap) == (-1, 0.0)
+    assert shown(wrapper) == (-1, 0.0, False)
     assert isinstance(wrapper._logits_soft_cap, float)
-    assert wrapper._causal is False
-
-
-def test_auto_names_what_it_chose(target):
-    inputs = build(PAGED, device=target.device)
-    wrapper = runner.make_wrapper(PAGED, backend="auto", device=target.device)
-    runner.plan(wrapper, inputs)
+    wrapper = runner.planned(inputs, backend="auto")
     families = {"cpu": "cpu_", "fa2": "sm80_", "fa3": "sm90_"}
     assert wrapper.variant.startswith(families[wrapper._backend])
-    # The choice between fa2 and fa3 on a Hopper GPU depends on what is compiled (tests/gpu).
-    assert wrapper._backend in (("cpu",) if target.device == "cpu" else ("fa2", "fa3"))
+    assert (wrapper._backend == "cpu") is (target.device == "cpu")
 
 
 # One CPU kernel serves every head size and option and has no short tile. fa3 has no short tiles for
 # custom masks (forward.toml): one row has a tall one. Those of fa2 have options at run time.
 VARIANTS = [
-    (Case("soft cap", (70,), (70,), 2, 1, 96, dtype=torch.float16, soft_cap=3.0),
+    (Case("soft_cap", (70,), (70,), 2, 1, 96, dtype=torch.float16, soft_cap=3.0),
      {"cpu": "cpu_f16_d512", "fa2": "sm80_f16_d128_softcap", "fa3": "sm90_f16_d128_softcap"}),
-    (Case("one row", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED),
+    (Case("one_row", (1,), (70,), 2, 1, 192, 128, mask=MaskKind.PACKED),
      {"cpu": "cpu_bf16_d512", "fa2": "sm80_bf16_d192x128_decode_softcap_alibi_custom",
      "fa3": "sm90_bf16_d192x128_custom"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "names"), VARIANTS)
+@pytest.mark.parametrize(("case", "names"), VARIANTS, ids=["soft_cap", "one_row"])
 def test_variant_names_what_runs(target, case, names):
     _, wrapper = planned(case, target)
     assert wrapper.variant == names[target.backend]
@@ -219,53 +172,42 @@ def test_workspace_size_is_enough_and_needed(target):
     inputs, wrapper = unplanned(SPLIT, target)
     positional, options = runner.plan_arguments(inputs)
     float_bytes, int_bytes = wrapper.workspace_size(*positional, **options)
-    assert isinstance(float_bytes, int)
-    assert isinstance(int_bytes, int)
     assert float_bytes > 2 * 4 * 64 * 4  # at least two partial rows per query head
-    assert int_bytes > 0
     whole = torch.full((float_bytes + 8192,), 0x5A, dtype=torch.uint8, device=target.device)
-    inputs, wrapper = unplanned(SPLIT, target, buffer=whole[4096 : 4096 + float_bytes])
+    ints = runner.workspace(target.device, int_bytes)
+    wrapper.reset_workspace_buffer(whole[4096 : 4096 + float_bytes], ints)
     runner.plan(wrapper, inputs)
     check_run(inputs, wrapper)
     assert bool((whole[:4096] == 0x5A).all())
     assert bool((whole[4096 + float_bytes :] == 0x5A).all())
     small = runner.workspace(target.device, float_bytes // 2)
-    inputs, wrapper = unplanned(SPLIT, target, buffer=small)
-    with pytest.raises(ValueError, match=str(float_bytes)):
-        runner.plan(wrapper, inputs)
-
-
-def test_small_workspace_plans_without_split(target):
-    inputs, wrapper = unplanned(SPLIT, target, buffer=runner.workspace(target.device, 256))
-    runner.plan(wrapper, inputs, fixed_split_size=None)
+    _, other = unplanned(SPLIT, target, buffer=small)
+    for refused in (
+        functools.partial(runner.plan, other, inputs),
+        functools.partial(wrapper.reset_workspace_buffer, small, ints),
+    ):
+        with pytest.raises(ValueError, match=f"float_workspace_buffer.*{float_bytes}"):
+            refused()
     check_run(inputs, wrapper)
-
-
-def test_reset_workspace_buffer(target):
-    inputs, wrapper = planned(SPLIT, target)
-    check_run(inputs, wrapper)
-    ints = runner.workspace(target.device, 8 << 20)
-    wrapper.reset_workspace_buffer(runner.workspace(target.device), ints)
-    runner.plan(wrapper, inputs)
-    check_run(inputs, wrapper)
-    _, wrapper = unplanned(SPLIT, target)
-    wrapper.reset_workspace_buffer(runner.workspace(target.device, 256), ints)
-    with pytest.raises(ValueError, match="float_workspace_buffer"):
-        runner.plan(wrapper, inputs)
+    runner.plan(other, inputs, fixed_split_size=None)  # splits less
+    check_run(inputs, other)
 
 
 # --- life of a plan ----------------------------------------------------------
 
 
 @every_case
-def test_plan_keeps_no_reference_to_its_arrays(target, case):
-    """The caller may overwrite indptr and indices after plan(); run must not read them again."""
+def test_many_layers_with_one_plan(target, case):
+    """The caller may overwrite lengths after plan(); run() must not read them again."""
     inputs, wrapper = planned(case, target)
-    expected = reference(inputs)
-    for name in ("qo_indptr", "kv_indptr", "last_page_len"):
-        if (array := getattr(inputs, name)) is not None:
-            array.fill_(-1)
-    check_run(inputs, wrapper, expected)
+    for array in (inputs.qo_indptr, inputs.kv_indptr, *[inputs.last_page_len] * case.paged):
+        array.fill_(-1)
+    for layer in range(3):
+        # Other numbers at the same places; what is poisoned stays poisoned.
+        inputs.q = torch.randn_like(inputs.q)
+        inputs.k.mul_(-0.75)
+        inputs.v.mul_(1.5 - layer)
+        check_run(inputs, wrapper)
 
 
 LENS = (20, 3), (50, 60)
@@ -285,43 +227,16 @@ def test_plan_again_with_other_heads_and_dtypes(target):
         check_run(inputs, wrapper)
 
 
-@every_case
-def test_many_layers_with_one_plan(target, case):
-    inputs, wrapper = planned(case, target)
-    for layer in range(3):
-        # Other numbers at the same places; what is poisoned stays poisoned.
-        inputs.q = torch.randn_like(inputs.q)
-        inputs.k.mul_(-0.75)
-        inputs.v.mul_(1.5 - layer)
-        check_run(inputs, wrapper)
-
-
-@pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
-def test_empty_batch(target, page_size):
-    _, wrapper = unplanned(Case("empty", (), (), 4, 2, 64, page_size=page_size), target)
-    zero = torch.zeros(1, dtype=torch.int32, device=target.device)
-    table = (zero, zero, zero[:0], zero[:0]) if page_size else (zero, zero)
-    sizes = (4, 2, 64, 16) if page_size else (4, 2, 64)
-    wrapper.plan(*table, *sizes, q_data_type=torch.bfloat16)
-    q, kv = (poison((0, n, 64), torch.bfloat16, target.device) for n in (4, 2))
-    pool = poison((3, 16, 2, 64), torch.bfloat16, target.device)
-    out, lse = wrapper.run(q, *(((pool, pool),) if page_size else (kv, kv)), return_lse=True)
-    assert out.shape == (0, 4, 64)
-    assert lse.shape == (0, 4)
-
-
 def test_kv_forms_are_equal_bit_by_bit(target):
     """The same numbers through another storage give the same bits."""
     case = Case("forms", (9, 40), (70, 40), 4, 2, 64, page_size=4)
-    twin = build(case, device=target.device)
-    results = []
+    twin, expected = build(case, device=target.device), None
     for form in (KvForm.SEPARATE, KvForm.COMBINED, KvForm.HALVES, KvForm.PADDED, KvForm.TRANSPOSED):
         inputs, wrapper = unplanned(dataclasses.replace(case, form=form), target)
         inputs.q, inputs.indices, inputs.page_table = twin.q, twin.indices, twin.page_table
         inputs.k.copy_(twin.k)
         inputs.v.copy_(twin.v)
         runner.plan(wrapper, inputs)
-        results.append(runner.run(wrapper, inputs))
-    for out, lse in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(lse, results[0][1])
+        got = runner.run(wrapper, inputs)
+        expected = expected or got
+        assert all(map(torch.equal, got, expected)), form

@@ -1,7 +1,10 @@
-"""docs/examples/serve.py draws the tokens of a loop without cache or batch."""
+"""The programs of docs/examples run: serve.py draws the tokens of a loop without cache or batch,
+those that measure print a table."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,3 +61,38 @@ def test_tokens_equal_a_plain_loop(example, target, monkeypatch):
         chosen = torch.tensor(tokens[len(prompt) :], device=target.device)
         missed = logits.max(-1).values - logits.gather(1, chosen[:, None])[:, 0]
         assert missed.max() <= rounding
+
+
+def rows_of(text):
+    """Returns the cells of the table in the text, without its head."""
+    table = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
+    return table[2:]
+
+
+def test_throughput(monkeypatch, capsys):
+    pytest.importorskip("transformers", minversion="5.20")
+    if torch.cuda.is_available():
+        pytest.skip("it would take a minute")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["throughput.py", "--layers", "1", "--rounds", "1"])
+    import throughput
+
+    throughput.main()
+    rows = rows_of(capsys.readouterr().out)
+    assert [row[0] for row in rows] == ["preflash", "torch varlen", "sdpa", "eager"]
+    for name, *cells in rows:
+        for cell in cells:  # torch has its operator on GPUs alone
+            assert "NotImplementedError" in cell if name == "torch varlen" else cell[0].isdigit()
+
+
+def test_context_parallel():
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *torchrun, EXAMPLES / "context_parallel.py", "256", "512"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(done.stdout)
+    assert [row[:2] for row in rows] == [["256", "2"], ["512", "2"]]
+    assert all(float(cell) > 0 for row in rows for cell in row[2:])

@@ -1,0 +1,103 @@
+"""plan() refuses upper bounds, block tables and items that are wrong, and keeps the plan it had.
+
+A row of the table is a batch, an argument of plan(), the error, and values (planned_cases)."""
+
+import dataclasses
+
+import pytest
+import torch
+from planned_cases import mistakes, plan_arguments, spoil, unplanned
+from preflash.testing import Case, MaskKind, runner
+from wrapper_options import hints
+
+PAGED = Case("paged", (37, 11), (54, 29), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+RAGGED = dataclasses.replace(PAGED, page_size=0)
+LENS = torch.tensor(PAGED.kv_lens, dtype=torch.int32)
+BOUNDS = {"seq_lens": LENS, "lengths_are_upper_bounds": True}
+ITEMS = {
+    "prefix_len_ptr": torch.tensor([17, 12]).to(torch.uint32),
+    "token_pos_in_items_ptr": torch.zeros(80).to(torch.uint16),
+    "token_pos_in_items_len": 40,
+    "max_item_len_ptr": torch.tensor([18, 8]).to(torch.uint16),
+}
+# A case, and options of plan() beside those of the case.
+BATCHES = {
+    "bounds": (PAGED, BOUNDS),
+    "bounds_window": (PAGED, {**BOUNDS, "window_left": 9}),
+    "table": (PAGED, {}),
+    "items": (PAGED, ITEMS),
+    "ragged_items": (RAGGED, ITEMS),
+}
+MASK = torch.ones(37 * 54 + 11 * 29).bool()
+
+
+def with_page(page: int, *, on_host: bool = False):
+    """Returns a change of a table's first page of the last request."""
+
+    def change(table):
+        table = table.cpu().clone() if on_host else table.clone()
+        table[1, 0] = page
+        return table
+
+    return change
+
+
+TABLE = "paged_kv_indices"
+BOUNDS_REFUSED = [
+    ("seq_lens", ValueError, [None, "lengths_are_upper_bounds=True and seq_lens=None"],
+     [lambda t: t[:1], r"seq_lens has shape \(1,\)"],
+     [lambda t: torch.stack([t, t], 1)[:, 0], "seq_lens .*contiguous"],
+     # Lengths on the GPU are only read under PREFLASH_DEBUG.
+     [lambda t: t + 1, r"seq_lens\[0\] = 55: must be in \[0, 54\]"]),
+    ("seq_lens", TypeError, [torch.Tensor.long, r"seq_lens is torch.int64.*\.int\(\)"]),
+    ("lengths_are_upper_bounds", TypeError, "yes"),
+    ("custom_mask", NotImplementedError, [MASK, "with a custom mask"]),
+]  # fmt: skip
+TABLE_REFUSED = [
+    (TABLE, ValueError, [lambda t: t[:1], rf"{TABLE} has shape \(1, 5\)"],
+     [lambda t: t[:, :3], rf"{TABLE} has shape \(2, 3\)"],
+     [lambda t: t.t().contiguous().t(), "stride 2 in its last dimension; must"],
+     [with_page(-1, on_host=True), f"{TABLE} holds -1"],
+     [with_page(-1), f"{TABLE} holds -1"]),
+    (TABLE, TypeError, [torch.Tensor.long, f"{TABLE} is torch.int64"]),
+    ("block_tables", ValueError,
+     [torch.zeros(2, 5, dtype=torch.int32), "block_tables differs from the block table"]),
+]  # fmt: skip
+ITEMS_REFUSED = [
+    ("prefix_len_ptr", ValueError, None, [torch.ones(1).int(), "prefix_len_ptr has shape"]),
+    ("prefix_len_ptr", TypeError, [torch.ones(2), "prefix_len_ptr is"]),
+    ("token_pos_in_items_ptr", ValueError, [None, "token_pos_in_items_ptr=None"]),
+    ("token_pos_in_items_ptr", TypeError, [torch.ones(80), "token_pos_in_items_ptr is"]),
+    ("token_pos_in_items_len", TypeError, [1.5, "token_pos_in_items_len must"]),
+    ("max_item_len_ptr", ValueError, torch.ones(1).int()),
+    ("custom_mask", ValueError, MASK),
+]
+REFUSED = {
+    "bounds": BOUNDS_REFUSED,
+    "bounds_window": [("fixed_split_size", ValueError, [64, "not split under a window"])],
+    "table": TABLE_REFUSED,
+    "items": ITEMS_REFUSED,
+    "ragged_items": ITEMS_REFUSED,
+}
+ROWS = [
+    pytest.param(batch, *row.values, id=f"{batch}-{row.id}")
+    for batch, rows in REFUSED.items()
+    for row in mistakes(*rows)
+]
+
+
+@pytest.mark.parametrize(("batch", "argument", "value", "error", "says"), ROWS)
+def test_refusals(target, monkeypatch, batch, argument, value, error, says):
+    monkeypatch.setenv("PREFLASH_DEBUG", "1")
+    case, options = BATCHES[batch]
+    inputs, wrapper = unplanned(case, target)
+    moved = {k: target.to(x) if hasattr(x, "device") else x for k, x in options.items()}
+    arguments = plan_arguments(inputs) | moved
+    if batch == "table":
+        arguments[TABLE] = hints(inputs)["block_tables"]
+    wrapper.plan(**arguments)
+    expected = runner.run(wrapper, inputs)
+    spoil(arguments, argument, value, target)
+    with pytest.raises(error, match=says):
+        wrapper.plan(**arguments)
+    assert all(map(torch.equal, runner.run(wrapper, inputs), expected))
