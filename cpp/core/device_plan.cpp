@@ -175,6 +175,7 @@ ForwardParams DevicePlan::params() const {
     ForwardSegment& segment = params.segments[s];
     static_cast<AttentionOptions&>(segment) = planned.kernel_options();
     segment.group_size = segment.gqa_ratio();
+    segment.chunk_origin = planned.kernel->chunk_origin(s, segment);
     if (planned.prepass == nullptr) {
       segment.page_indices = page_indices_[s];
       segment.page_size = std::max(planned.batch->page_size(), 1);

@@ -115,7 +115,7 @@ class Item {
 
   void run() {
     if (num_rows_ <= 0) return;  // the plan was made for longer requests (RequestLengths)
-    const KeySpan chunk = chunk_of(item_, request_);
+    const KeySpan chunk = chunk_of(item_, request_, params_.chunk_origin);
     const RowSpan span = rows_.tokens(0, num_rows_);
     const TileRange tiles =
         touched_tiles(keep_.bounds(), span, chunk, shape_.tile_keys, params_.mask);

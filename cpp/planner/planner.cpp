@@ -38,7 +38,8 @@ std::int64_t full_slots_of(const DeviceFacts& facts, const SegmentKernels& kerne
 // In one pass a request is not split, whatever fixed_split_size says: serving engines set
 // disable_split_kv and fixed_split_size at once.
 std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
-  if (problem.split.is_one_pass() || problem.must_not_split()) return kUnsplit;
+  const bool moves = problem.lengths_are_upper_bounds && problem.reach() >= 0;
+  if (problem.split.is_one_pass() || (moves && !problem.chunks_begin_at_window())) return kUnsplit;
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
 }
 
@@ -115,6 +116,7 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
          .requests = std::span(requests_).subspan(segment.first_request, segment.num_requests),
          .first_request = segment.first_request,
          .tile = segment.tile,
+         .origin = kernels[s]->chunk_origin(s, problem.segments[s]),
          .cost = item_cost(kernels[s]->traits, segment.tile.keys)});
     // Before anything is added up: with 2^31 items at most, no cost below comes near 2^63.
     const std::int64_t num_tiles = count_query_tiles(plans[s]);
@@ -155,14 +157,11 @@ void Planner::cut_into_chunks(const Problem& problem, std::span<const SegmentPla
     const SplitSegment& split = decision.segments[s];
     const std::int32_t chunk_tiles = split.chunk_tiles(chosen);
     const Segment& segment = segments_[s];
-    std::int32_t kv_len = -1, tiled = 0;  // a request like the one before needs no division
+    const std::int32_t tiles =
+        chunk_tiles == kUnsplit ? ceil_div(kWholeRequest, split.tile_n) : chunk_tiles;
+    const std::int32_t chunk_keys = tiles * split.tile_n;
     for (std::int32_t r = 0; r < segment.num_requests; ++r) {
-      RequestInfo& info = requests_[segment.first_request + r];
-      if (chunk_tiles == kUnsplit && info.kv_len != kv_len) {
-        kv_len = info.kv_len;
-        tiled = ceil_div(std::max(kv_len, 1), split.tile_n) * split.tile_n;
-      }
-      info.chunk_keys = chunk_tiles == kUnsplit ? tiled : chunk_tiles * split.tile_n;
+      requests_[segment.first_request + r].chunk_keys = chunk_keys;
     }
     cut(plans[s], split.tiles, chunk_tiles, work_);
   }

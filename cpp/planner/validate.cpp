@@ -87,11 +87,12 @@ void check_scalars(const SegmentProblem& problem) {
            ": must be a positive number of keys, or None to let the planner choose");
   }
   if (problem.split.fixed_split_size > 0 && !problem.split.is_one_pass() &&
-      problem.must_not_split()) {
+      problem.lengths_are_upper_bounds && problem.reach() >= 0) {
     refuse("fixed_split_size = ", problem.split.fixed_split_size,
-           ": keys are not split under a window (window_left = ", problem.window_left,
-           ") or chunks (", problem.chunk_size,
-           ") of lengths that only the device knows; use disable_split_kv");
+           ": keys under a window (window_left = ", problem.window_left, ") or chunks (",
+           problem.chunk_size,
+           ") of lengths that only the device knows are not split at fixed keys; use "
+           "disable_split_kv");
   }
   if (problem.graph_max_rows < 0) {
     refuse("graph_max_rows = ", problem.graph_max_rows, ": must be 0 (no CUDA graph) or positive");

@@ -13,14 +13,6 @@ ItemCost item_cost(const FamilyTraits& family, std::int32_t tile_n) {
 
 namespace {
 
-// Returns the first tile past the diagonal of these rows; the end of `range` without a custom mask.
-std::int32_t diagonal_end(const SegmentProblem& problem, MaskBounds bounds, RowSpan rows,
-                          const TileRange& range, std::int32_t tile_n) {
-  if (problem.mask != Mask::kCustom) return range.end;
-  bounds.causal = true;
-  return ceil_div(bounds.end_key(rows.last), tile_n);
-}
-
 // Counts the requests, from `first` on, that have the same lengths and are therefore cut alike.
 std::size_t count_alike(std::span<const RequestInfo> requests, std::size_t first) {
   std::size_t end = first + 1;
@@ -45,6 +37,35 @@ std::int32_t num_query_tiles(const SegmentPlan& segment, const RequestInfo& info
   return before + rows > grid.rows_per_tile ? ceil_div(before + rows, grid.rows_per_tile) : 1;
 }
 
+// The tiles [begin, end) that rows of a request touch, counted from where its chunks begin.
+struct TouchedTiles {
+  std::int32_t begin = 0;
+  std::int32_t end = 0;
+  std::int32_t diagonal_end = 0;  // QueryTile
+};
+
+// Where upper bounds of the keys are known, the tiles of every smaller number are among them.
+TouchedTiles tiles_of_rows(const SegmentPlan& segment, const RequestInfo& info, RowSpan rows) {
+  const SegmentProblem& problem = segment.problem;
+  const std::int32_t tile_n = segment.tile.keys;
+  MaskBounds bounds = bounds_of(problem, info);
+  const TileRange range = touched_tiles(bounds, rows, {0, info.kv_len}, tile_n, problem.mask);
+  if (range.count() == 0) return {};
+  if (segment.origin.alignment == 0 || !problem.lengths_are_upper_bounds) {
+    const std::int32_t first = segment.origin.of(info) / tile_n;
+    bounds.causal = true;
+    const std::int32_t diagonal_end =
+        problem.mask == Mask::kCustom ? ceil_div(bounds.end_key(rows.last), tile_n) : range.end;
+    return {range.begin - first, range.end - first, diagonal_end - first};
+  }
+  // Row i sees keys [i, i + reach] from the first row's window on, which begins anywhere in a tile.
+  const std::int32_t reach = segment.origin.reach;
+  const std::int32_t before_first_key = reach - (info.kv_len - info.qo_len);
+  const std::int32_t last = problem.causal ? rows.last : info.qo_len - 1;
+  const std::int32_t end = ceil_div(reach + last + tile_n, tile_n);
+  return {std::max(rows.first, before_first_key) / tile_n, end, end};
+}
+
 }  // namespace
 
 std::int64_t count_query_tiles(const SegmentPlan& segment) {
@@ -54,7 +75,7 @@ std::int64_t count_query_tiles(const SegmentPlan& segment) {
 }
 
 std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
-  const auto& [problem, requests, first_request, tile, cost] = segment;
+  const auto& [problem, requests, first_request, tile, origin, cost] = segment;
   const std::int32_t group = tile.grid.group_size;
   std::vector<QueryTile> tiles;
   tiles.reserve(requests.size());
@@ -62,21 +83,19 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
     const RequestInfo& info = requests[r];
     const std::size_t alike = count_alike(requests, r);
     const std::int32_t request = first_request + static_cast<std::int32_t>(r);
-    const MaskBounds bounds = bounds_of(problem, info);
     const std::int32_t num_tiles = num_query_tiles(segment, info);
     for (std::int32_t t = 0; t < num_tiles; ++t) {
       const std::int32_t row_begin = t * tile.grid.rows_per_tile;
       const QueryRows rows = tile.grid.rows(info, row_begin);
       RowSpan span = rows.tokens(group);
       if (rows.count <= 0) span.first = span.last = info.qo_len - 1;  // rows of other lengths
-      const TileRange range =
-          touched_tiles(bounds, span, {0, info.kv_len}, tile.keys, problem.mask);
+      const TouchedTiles touched = tiles_of_rows(segment, info, span);
       tiles.push_back({.request = request,
                        .row_begin = row_begin,
                        .rows = tile.grid.partial_rows(info, rows),
-                       .kv_begin = range.begin,
-                       .kv_end = range.end,
-                       .diagonal_end = diagonal_end(problem, bounds, span, range, tile.keys),
+                       .kv_begin = touched.begin,
+                       .kv_end = touched.end,
+                       .diagonal_end = touched.diagonal_end,
                        .alike = static_cast<std::int32_t>(alike)});
     }
     r += alike;

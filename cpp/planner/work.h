@@ -135,6 +135,7 @@ struct SegmentPlan {
   std::span<const RequestInfo> requests;
   std::int32_t first_request = 0;
   TileExtent tile;
+  ChunkOrigin origin;
   ItemCost cost;
 };
 

@@ -192,12 +192,9 @@ class Trial:
         self.wrapper = self._wrapper(self.workspace.view)
         if self.problem.also is Also.REPLAN:
             self._plan_something_else()
-        overrides = self._plan_overrides()
+        overrides = self._plan_overrides() | self._bounds()
         if self.problem.call.hints:
             overrides |= wrapper_options.hints(self.inputs)
-        if self.problem.call.bounds:
-            lens = torch.tensor(self.inputs.case.kv_lens, dtype=torch.int32, device=device)
-            overrides |= {"seq_lens": lens, "lengths_are_upper_bounds": True}
         self._plan_with(overrides)
 
     def _plan_with(self, overrides: dict[str, object]) -> None:
@@ -227,6 +224,14 @@ class Trial:
             }
         return {"window_left": -1} if self.problem.call.window_at_run else {}
 
+    def _bounds(self) -> dict[str, object]:
+        """Options of plan() where it has upper bounds of the keys."""
+        if not self.problem.call.bounds:
+            return {}
+        device, kv_lens = self.inputs.q.device, self.inputs.case.kv_lens
+        lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+        return {"seq_lens": lens, "lengths_are_upper_bounds": True}
+
     def _given_bytes(self, needed: int) -> int:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}
         return int(needed * part[self.problem.call.scratch])
@@ -235,7 +240,7 @@ class Trial:
         """Enough for the options of plan() and for those of the later call."""
         probe = self._wrapper(runner.workspace(self.inputs.q.device, 0))
         positional, options = self._plan_arguments()
-        plans = [{}, self._plan_overrides()]
+        plans = [self._bounds(), self._plan_overrides() | self._bounds()]
         if self.problem.also is Also.REPLAN:
             plans.append(self._something_else())
         return max(probe.workspace_size(*positional, **{**options, **one})[0] for one in plans)

@@ -137,8 +137,22 @@ class Planned:
     def keys_of(self, item) -> tuple[int, int]:
         """Returns the keys of the item's chunk, cut at the end of its request."""
         request = self.requests[item["request"]]
-        begin = int(item["chunk"]) * int(request["chunk_keys"])
-        return begin, min(begin + int(request["chunk_keys"]), int(request["kv_len"]))
+        if request["chunk_keys"] >= 1 << 30:  # not split
+            return 0, int(request["kv_len"])
+        begin = self.chunk_origin_of(item) + int(item["chunk"]) * int(request["chunk_keys"])
+        end = min(begin + int(request["chunk_keys"]), int(request["kv_len"]))
+        return max(begin, 0), max(end, 0)
+
+    def chunk_origin_of(self, item) -> int:
+        """Returns where the chunks of the item's request begin: 0, or a tile at the window."""
+        options, request = self.segment_of(item), self.requests[item["request"]]
+        fixed = options.get("fixed_split_size") or options.get("disable_split_kv")
+        window, chunk_size = options["window_left"], options["chunk_size"]
+        reaches = [window] * (window >= 0) + [chunk_size - 1] * (chunk_size > 0)
+        if fixed or not reaches:
+            return 0
+        first = int(request["kv_len"]) - int(request["qo_len"]) - min(reaches)
+        return first // options["tile_n"] * options["tile_n"]
 
     def kv_tiles_of(self, item) -> int:
         """Returns the number of KV tiles that the item's rows touch in its chunk."""

@@ -92,6 +92,22 @@ def test_aligned_tiles_of_fewer_keys_than_planned(seed):
     assert room == {int(merge["first_row"]): now.partial_rows_of(merge) for merge in now.merges}
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_windows_of_fewer_keys_than_planned(seed):
+    """Chunks under a window begin where the device finds it."""
+    rng, qo_lens, kv_lens, options = drawn(7000 + seed)
+    options |= {
+        "fixed_split_size": 0,
+        "disable_split_kv": False,
+        "window_left": int(rng.choice([7, 130, 1000, 2100])),
+        "lengths_are_upper_bounds": True,
+    }
+    made = plan(**ragged(qo_lens, kv_lens, **options))
+    requests = made.requests.copy()
+    requests["kv_len"] = rng.integers(0, requests["kv_len"] + 1)
+    check_covered(dataclasses.replace(made, requests=requests))
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_random_pairs(seed):
     check(plan(**drawn_pair(seed)[1]))

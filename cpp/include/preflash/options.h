@@ -66,6 +66,18 @@ struct AttentionOptions {
   float skip_factor = 0.0f;
 
   constexpr std::int32_t gqa_ratio() const { return num_qo_heads / num_kv_heads; }
+  // How many keys before a request's first row that row sees at most, by window and chunks; -1: any
+  // number.
+  constexpr std::int32_t reach() const {
+    if (chunk_size == 0) return window_left;
+    return window_left >= 0 && window_left < chunk_size ? window_left : chunk_size - 1;
+  }
+  // True if KV chunks are counted from there, and not from key 0: so keys under a window are split
+  // without knowing where it is. Batch-invariant plans split at fixed keys.
+  constexpr bool chunks_begin_at_window() const {
+    constexpr std::int32_t kMostReach = 1 << 22;  // else chunks have too high numbers
+    return reach() >= 0 && reach() <= kMostReach && !split.is_invariant();
+  }
 
   friend bool operator==(const AttentionOptions&, const AttentionOptions&) = default;
 };

@@ -110,6 +110,7 @@ struct ForwardSegment : AttentionOptions {
   float* partial_o = nullptr;         // [partial rows, head_dim_vo]
   PartialLse* partial_lse = nullptr;  // [partial rows]
 
+  ChunkOrigin chunk_origin;
   std::int32_t group_size = 1;  // gqa_ratio()
   float sm_scale = 1.0f;        // q_scale and k_scale folded in
   float out_scale = 1.0f;       // v_scale

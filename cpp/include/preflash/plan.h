@@ -19,7 +19,7 @@ struct alignas(16) RequestInfo {
   std::int32_t kv_begin = 0;  // ragged: first row of k and v; paged: first entry in page_indices
   std::int32_t kv_len = 0;
   std::int64_t mask_begin = 0;  // first byte of its bits in the packed custom mask
-  // KV chunk c holds keys [c, c + 1) * chunk_keys; a multiple of tile n.
+  // KV chunk c holds keys [c, c + 1) * chunk_keys from ChunkOrigin on; a multiple of tile n.
   std::int32_t chunk_keys = 0;
   std::int32_t segment = 0;  // to which the request belongs, and its items and merges with it
 };
@@ -108,10 +108,29 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
+// Where a request's chunks begin: at key 0, or at the window of its first row
+// (AttentionOptions::chunks_begin_at_window()), down to a whole tile. That may be before key 0.
+struct ChunkOrigin {
+  int reach = 0;      // AttentionOptions::reach()
+  int alignment = 0;  // tile n; 0: key 0
+
+  PREFLASH_HD constexpr int of(const RequestInfo& request) const {
+    if (alignment == 0) return 0;
+    const int first = request.kv_len - request.qo_len - reach;
+    const int rest = first % alignment;
+    return first - (rest < 0 ? rest + alignment : rest);
+  }
+};
+
+// chunk_keys from here on: the request is not split.
+inline constexpr std::int32_t kWholeRequest = 1 << 30;
+
 // The keys of an item's chunk. A product of chunk and chunk_keys past the request's end might
 // overflow int32.
-PREFLASH_HD constexpr KeySpan chunk_of(const WorkItem& item, const RequestInfo& request) {
-  KeySpan chunk{item.chunk * request.chunk_keys, request.kv_len};
+PREFLASH_HD constexpr KeySpan chunk_of(const WorkItem& item, const RequestInfo& request,
+                                       const ChunkOrigin& origin) {
+  if (request.chunk_keys >= kWholeRequest) return {0, request.kv_len};
+  KeySpan chunk{origin.of(request) + item.chunk * request.chunk_keys, request.kv_len};
   if (request.kv_len - chunk.begin > request.chunk_keys) {
     chunk.end = chunk.begin + request.chunk_keys;
   }

@@ -28,12 +28,6 @@ struct SegmentProblem : AttentionOptions {
   // True if the lengths are upper bounds: only the device knows the lengths of a run.
   bool lengths_are_upper_bounds = false;
 
-  // Chunks are planned for the keys that a window keeps at the longest length. At a shorter one it
-  // keeps others, so the keys stay in one chunk.
-  bool must_not_split() const {
-    return lengths_are_upper_bounds && (window_left >= 0 || chunk_size > 0);
-  }
-
   bool paged() const { return page_size != 0 || !last_page_len.empty(); }
   std::int64_t qo_len(std::size_t request) const {
     return std::int64_t{qo_indptr[request + 1]} - qo_indptr[request];

@@ -104,6 +104,11 @@ struct ForwardKernel {
   const TileShape& tile_of(int segment) const {
     return variant.segments == Segments::kTwo && segment == 1 ? second_tile : tile;
   }
+  // Returns where chunks of keys begin in one of the launch's segments.
+  ChunkOrigin chunk_origin(int segment, const AttentionOptions& options) const {
+    if (!options.chunks_begin_at_window()) return {};
+    return {.reach = options.reach(), .alignment = tile_of(segment).n};
+  }
   // Returns the grid of query tiles for one of the launch's segments.
   QueryGrid query_grid(int segment, const AttentionOptions& options) const {
     const int group_size = options.gqa_ratio();
@@ -126,6 +131,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 16;
+inline constexpr int kKernelAbiVersion = 17;
 
 }  // namespace preflash

@@ -35,6 +35,7 @@ struct KernelSegment {
   std::int32_t head_dim_qk;
   std::int32_t head_dim_vo;
   MaskBounds bounds;  // without lengths
+  ChunkOrigin chunk_origin;
   Position position;
 
   // Loads.
@@ -68,6 +69,7 @@ struct KernelSegment {
             .head_dim_qk = segment.head_dim_qk,
             .head_dim_vo = segment.head_dim_vo,
             .bounds = bounds_of(segment, {}),
+            .chunk_origin = segment.chunk_origin,
             .position = segment.position,
             .q_dtype = segment.q_dtype,
             .kv_dtype = segment.kv_dtype,

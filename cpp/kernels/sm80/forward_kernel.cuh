@@ -16,7 +16,7 @@ __device__ __forceinline__ void run_item(const KernelSegment& params, const Requ
   int num_rows = request.qo_len * params.group_size;
   int last_row = min(item.row_begin + Traits::kTileM, num_rows) - 1;
   RowSpan rows{unpack_row(params, item.row_begin).token, unpack_row(params, last_row).token};
-  KeySpan chunk = chunk_of(item, request);
+  KeySpan chunk = chunk_of(item, request, params.chunk_origin);
   TileRange tiles = touched_tiles(bounds, rows, chunk, Traits::kTileN, mask_of<Traits>(params));
   // The plan was made for longer requests (RequestLengths): no row exists, and none is written.
   if (item.row_begin >= num_rows) tiles = {};

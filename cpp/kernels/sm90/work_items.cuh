@@ -38,8 +38,9 @@ CUTE_DEVICE KeySpan keys_of_item(const HopperSegment& params, const WorkItem& it
 template <class Traits>
 CUTE_DEVICE TileRange tiles_of_tokens(const HopperSegment& params, const WorkItem& item,
                                       const RequestInfo& request, RowSpan tokens) {
-  return touched_tiles(bounds_of(params, request), tokens, chunk_of(item, request),
-                       Traits::kItemTileN, Mask::kBounds);
+  return touched_tiles(bounds_of(params, request), tokens,
+                       chunk_of(item, request, params.chunk_origin), Traits::kItemTileN,
+                       Mask::kBounds);
 }
 // The KV tiles that rows [first, end) of an item touch.
 template <class Traits>

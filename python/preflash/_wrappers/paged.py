@@ -152,7 +152,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 wrapper's device, has the numbers of keys. Every run() and every replay of a CUDA
                 graph reads it at its own time and clamps it to [0, bound]; no wait of the host.
                 Rows of q are those of qo_indptr; a row without keys is 0 and -inf. The tensor must
-                stay where it is. Under a window or chunks keys are not split. No custom mask.
+                stay where it is. No custom mask.
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr:
                 multi-item scoring, several items behind one prefix, instead of another mask.
                 [batch_size] integers, the tokens of each request's prefix; [batch_size *

@@ -12,7 +12,6 @@ from ..prefill import BatchPrefillWithPagedKVCacheWrapper
 
 _WORKSPACE_BYTES = 128 << 20
 _HEADROOM = 32  # keys
-_SHORT_WINDOW = 1024  # keys
 
 
 class PageArrays:
@@ -135,12 +134,6 @@ class StepWrapper(BatchPrefillWithPagedKVCacheWrapper):
         a request does not have is badly balanced."""
         spare = self._limits - bounds
         return spare.min(initial=0) >= 0 and spare.max(initial=0) < _HEADROOM + self._page_size
-
-
-def plans_from_host_lengths(window_left: int) -> bool:
-    """Returns True if a plan for the numbers of keys themselves, which may split the keys of a
-    window, makes layers of this window faster: a short window has too few keys for that."""
-    return window_left > _SHORT_WINDOW
 
 
 def _graph_buffers(table: torch.Tensor, mask: torch.Tensor | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ ITEMS_REFUSED = [
 ]
 REFUSED = {
     "bounds": BOUNDS_REFUSED,
-    "bounds_window": [("fixed_split_size", ValueError, [64, "not split under a window"])],
+    "bounds_window": [("fixed_split_size", ValueError, [64, "not split at fixed keys"])],
     "table": TABLE_REFUSED,
     "items": ITEMS_REFUSED,
     "ragged_items": ITEMS_REFUSED,

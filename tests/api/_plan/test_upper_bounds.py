@@ -24,11 +24,13 @@ CASES = {
     "ragged": RAGGED,
     "decode": DECODE,
     "few": FEW,
+    "many keys": dataclasses.replace(FEW, kv_lens=(2500, 1100)),
 }
 OPTIONS = {
     "plain": {},
     "full": {"mask": MaskKind.NONE},
     "window": {"window_left": 20},
+    "wide window": {"window_left": 900},
     "soft cap": {"soft_cap": 5.0},
     "alibi": {"position": Position.ALIBI},
     "rope": {"position": Position.ROPE},
@@ -44,7 +46,9 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def runs_of(case: Case) -> tuple[tuple[int, ...], ...]:
-    return RUNS if case.kv_lens == BOUNDS else (case.kv_lens, (0, 517), (299, 2))
+    if case.kv_lens == BOUNDS:
+        return RUNS
+    return case.kv_lens, (0, 517), (299, 2), tuple(map(min, case.kv_lens, (1700, 901)))
 
 
 def bounds_of(inputs) -> dict:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...prefill import BatchPrefillWithRaggedKVCacheWrapper
-from .._paging import StepWrapper, plans_from_host_lengths
+from .._paging import StepWrapper
 from .layers import LayerForm, Source
 from .steps import Step
 
@@ -124,9 +124,8 @@ class Plans:
         lengths = keys.lengths
         if self._is_masked(form):
             mask = {"custom_mask": step.mask}
-        # A mask needs the numbers of keys.
-        if keys.exact and (mask or plans_from_host_lengths(form.window_left)):
-            lengths = None
+            if keys.exact:  # a mask needs the numbers of keys
+                lengths = None
         wrapper.plan_step(step.qo_indptr_cpu, keys.bounds_cpu, keys.table, lengths, **mask)
 
     def _plan_ragged(self, wrapper: Any, form: LayerForm) -> None:

@@ -80,7 +80,6 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
                 forms,
                 kv_cache_spec.block_size,
                 device,
-                exact_bounds=vllm_config.num_speculative_tokens == 0,
                 own_workspace=getattr(vllm_config.parallel_config, "use_ubatching", False),
                 batch_invariant=batch_invariant,
             )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...prefill import BatchPrefillWithRaggedKVCacheWrapper
-from .._paging import StepWrapper, new_workspace, plans_from_host_lengths, shared_workspace
+from .._paging import StepWrapper, new_workspace, shared_workspace
 from .layers import CacheForm, LayerForm
 
 Wrappers = dict[LayerForm, Any]
@@ -46,7 +46,6 @@ class PagedPlans:
         cache: the options that all forms share.
         forms: of the group's layers.
         page_size: tokens in a block of the block table.
-        exact_bounds: the bounds in Step.kv_bounds_cpu are the numbers of keys.
         own_workspace: the group's launches may overlap with those of others.
         batch_invariant: as plan()'s.
     """
@@ -58,14 +57,13 @@ class PagedPlans:
         page_size: int,
         device: torch.device,
         *,
-        exact_bounds: bool,
         own_workspace: bool,
         batch_invariant: bool,
     ) -> None:
         self._batch_invariant = batch_invariant
         self._cache, self._forms = cache, tuple(forms)
         self._page_size, self._device = page_size, device
-        self._exact_bounds, self._own_workspace = exact_bounds, own_workspace
+        self._own_workspace = own_workspace
         self._eager: dict[bool, Wrappers] = {}
         self._captured: dict[tuple, Wrappers] = {}
 
@@ -86,12 +84,9 @@ class PagedPlans:
                 form: StepWrapper(self._workspace, self._options(form, step.causal))
                 for form in self._forms
             }
-        for form, wrapper in wrappers.items():
+        for wrapper in wrappers.values():
             wrapper.plan_step(
-                step.qo_indptr_cpu,
-                step.kv_bounds_cpu,
-                step.block_table,
-                self._device_lengths(form, step),
+                step.qo_indptr_cpu, step.kv_bounds_cpu, step.block_table, step.seq_lens
             )
         return wrappers
 
@@ -119,11 +114,6 @@ class PagedPlans:
             "batch_invariant": self._batch_invariant,
         }
 
-    def _device_lengths(self, form: LayerForm, step: Step) -> torch.Tensor | None:
-        """Returns None if the plan takes the lengths from the host."""
-        from_host = self._exact_bounds and plans_from_host_lengths(form.window_left)
-        return None if from_host else step.seq_lens
-
     def _graph_wrappers(self, step: Step) -> Wrappers:
         """Wrappers for the replays of one graph, whose kernels have run once.
 
@@ -137,8 +127,7 @@ class PagedPlans:
         for form in self._forms:
             options = self._options(form, step.causal)
             wrapper = wrappers[form] = StepWrapper(self._workspace, options, step.block_table)
-            lengths = self._device_lengths(form, step)
-            wrapper.plan_step(rows, no_keys, step.block_table, lengths)
+            wrapper.plan_step(rows, no_keys, step.block_table, step.seq_lens)
             self._run_once(wrapper, form, step.num_tokens)
         return wrappers
 
