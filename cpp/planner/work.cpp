@@ -44,7 +44,7 @@ struct TouchedTiles {
   std::int32_t diagonal_end = 0;  // QueryTile
 };
 
-// Where upper bounds of the keys are known, the tiles of every smaller number are among them.
+// Tiles for an upper bound of the keys include those of every smaller number.
 TouchedTiles tiles_of_rows(const SegmentPlan& segment, const RequestInfo& info, RowSpan rows) {
   const SegmentProblem& problem = segment.problem;
   const std::int32_t tile_n = segment.tile.keys;

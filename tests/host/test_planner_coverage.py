@@ -80,7 +80,7 @@ def test_random_aligned(seed):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_aligned_tiles_of_fewer_keys_than_planned(seed):
-    """Where plan() knows upper bounds, the device finds where tiles begin."""
+    """Tiles of plans for upper bounds begin where the device finds it."""
     rng, qo_lens, kv_lens, options = drawn_aligned(6000 + seed)
     options |= {"window_left": -1, "chunk_size": 0, "lengths_are_upper_bounds": True}
     made = plan(**ragged(qo_lens, kv_lens, **options))

@@ -66,7 +66,7 @@ struct AttentionOptions {
   float skip_factor = 0.0f;
 
   constexpr std::int32_t gqa_ratio() const { return num_qo_heads / num_kv_heads; }
-  // How many keys before a request's first row that row sees at most, by window and chunks; -1: any
+  // The most keys before a request's first row that the row sees, by window and chunks; -1: any
   // number.
   constexpr std::int32_t reach() const {
     if (chunk_size == 0) return window_left;

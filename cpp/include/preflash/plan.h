@@ -108,7 +108,7 @@ struct alignas(16) WorkItem {
 };
 static_assert(sizeof(WorkItem) == 16);
 
-// Where a request's chunks begin: at key 0, or at the window of its first row
+// The origin of a request's chunks: key 0, or the window of its first row
 // (AttentionOptions::chunks_begin_at_window()), down to a whole tile. That may be before key 0.
 struct ChunkOrigin {
   int reach = 0;      // AttentionOptions::reach()
