@@ -54,8 +54,8 @@ inline constexpr int kMostBoxRows = 256;
 // The coordinates of box lane_id() of an item's tile of K or V. Only rows of keys in range are
 // fetched: pages below a window may have been recycled, and rows past the request's end may be
 // another request's.
-// r > 0: a box that is loaded row by row, x is that of its first row. Used are the rows from r /
-// kMostBoxRows to r % kMostBoxRows: a number more in each box would slow all of them down.
+// r > 0: a box that is loaded row by row; x is that of its first row. r then packs two numbers, and
+// the rows from r / kMostBoxRows to r % kMostBoxRows are used.
 template <class Traits>
 CUTE_DEVICE TmaCoordinates box_coordinates(const HopperSegment& params, const ItemKeys& item,
                                            int tile) {
