@@ -5,9 +5,9 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import backends
 import pytest
 import torch
-from backends import assert_twenty_runs_are_equal, check_run
 from preflash import _core
 from preflash.testing import Case, KvForm, MaskKind, Sinks, build, reference, runner
 from preflash.testing.case import Garbage
@@ -36,6 +36,16 @@ def planned(case, **overrides):
         raise NotImplementedError(f"{native} is not compiled")
     assert wrapper.variant == native
     return wrapper, inputs
+
+
+def check_run(wrapper, inputs, expected=None, **options) -> tuple:
+    """Compares a run with the oracle; returns (out, lse). A run without an LSE, which has a kernel
+    of its own, gives the same bits."""
+    out, lse = backends.check_run(wrapper, inputs, expected, **options)
+    alone = backends.poisoned(inputs)["out"]
+    runner.run(wrapper, inputs, out=alone, lse=None, return_lse=False, **options)
+    assert torch.equal(alone.view(torch.uint8), out.view(torch.uint8))
+    return out, lse
 
 
 def changed(**changes) -> Case:
@@ -168,7 +178,7 @@ def test_equal_logits(kv_len, head_dim):
 @pytest.mark.parametrize("kv_len", [1000, 8192, 40000])
 def test_outlier_channels(kv_len):
     """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
-    eight tiles 40000 keys lose 40 % of them."""
+    six tiles 40000 keys lose 40 % of them, without its row sums 1.2 %."""
     wrapper, inputs = planned(one_request(64, kv_len, num_qo_heads=2, num_kv_heads=1))
     values = torch.randn(inputs.v[:kv_len].shape, device="cuda") * 0.3
     values[..., ::7] += 6.0
@@ -176,8 +186,8 @@ def test_outlier_channels(kv_len):
     expected = reference(inputs)
     out, _ = check_run(wrapper, inputs, expected)
     outliers = out.double()[..., ::7] / expected.out[..., ::7]
-    # bfloat16's roundoff, the bias of a sum, and weights that round alike.
-    assert (outliers - 1).abs().mean() < 2.0**-9 + 0.044
+    # bfloat16's roundoff, and what row sums lose more or less than values.
+    assert (outliers - 1).abs().mean() < 2.0**-9 + 0.002
 
 
 @pytest.mark.parametrize("key", [-100, -200, -300, -1000, -5000, 0])
@@ -193,12 +203,14 @@ def test_one_large_logit(kv_len, logit, key):
     logits[max(key, -kv_len)] = logit
     inputs.k[:kv_len].copy_(torch.zeros(inputs.k[:kv_len].shape))
     inputs.k[:kv_len, 0, 0].copy_(logits)
+    # Where the key of the large logit had such a value, too, lost weights would not change O.
     inputs.v[:kv_len].copy_(torch.randn(inputs.v[:kv_len].shape) * 0.3 + 3.0)
+    inputs.v[max(key, -kv_len)] = 0.0
     expected = reference(inputs)
     out, _ = check_run(wrapper, inputs, expected)
-    errors = out.double() / expected.out.to(out.device) - 1
-    # bfloat16's roundoff and the bias of a sum, as of equal weights.
-    assert errors.abs().max() < 2.0**-8 + 0.044
+    errors = (out.double() - expected.out.to(out.device)) / 3
+    # bfloat16's roundoff, and up to six tiles of small weights.
+    assert errors.abs().max() < 2.0**-8 + 0.02
 
 
 # --- which kernel ---------------------------------------------------------------
@@ -228,4 +240,4 @@ def test_the_rest_is_converted(changes):
 def test_twenty_runs_are_equal(page_size, head_dim):
     case = changed(page_size=page_size, qo_lens=(300, 5, 77, 3), head_dim=head_dim)
     wrapper, inputs = planned(case)
-    assert_twenty_runs_are_equal(wrapper, inputs)
+    backends.assert_twenty_runs_are_equal(wrapper, inputs)

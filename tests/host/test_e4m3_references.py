@@ -14,8 +14,8 @@ SOURCE = ROOT / "tests" / "cpp" / "four_lanes" / "eight_bit_softmax.cpp"
 
 
 def test_one_large_logit_does_not_cost_the_other_weights(tmp_path):
-    """Without references that follow the weights the largest of these errors is 0.29; where they
-    follow the largest weight of an item, not of its last eight tiles, 0.055."""
+    """Without references that follow the weights the largest of these errors is 0.20; where they
+    follow the largest weight of an item, not of its last six tiles, 0.053."""
     nvcc, cutlass = shutil.which("nvcc"), importlib.util.find_spec("cutlass_library")
     if nvcc is None or cutlass is None:
         pytest.skip("no CUDA or CUTLASS headers")
@@ -31,5 +31,5 @@ def test_one_large_logit_does_not_cost_the_other_weights(tmp_path):
     done = subprocess.run([program], check=True, capture_output=True, text=True, timeout=300)
     rows = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
     assert len(rows) == 4 * 4 * 4
-    # Up to eight tiles right behind the large one still lose some.
-    assert [row for row in rows if not row[-1] < 0.054] == []
+    # Up to six tiles right behind the large one still lose some.
+    assert [row for row in rows if not row[-1] < 0.035] == []

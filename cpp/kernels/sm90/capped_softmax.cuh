@@ -114,6 +114,6 @@ template <class Traits>
 using SoftmaxOf = conditional_t<
     Traits::kCapsInSoftmax,
     CappedSoftmax<(Traits::kConsumers > 2), Traits::kVariant.q_dtype == DType::kFloat16>,
-    conditional_t<Traits::kTransposesV, EightBitSoftmax, SpeculativeSoftmax>>;
+    conditional_t<Traits::kTransposesV, EightBitSoftmax<Traits::kAddsWeights>, SpeculativeSoftmax>>;
 
 }  // namespace preflash::sm90

@@ -5,13 +5,17 @@
 // cuts the rest off: each product of e4m3 loses half of 2^-13 of the sum so far, and from 2^13
 // equal ones on they vanish. So the accumulators hold kTilesAtOnce tiles at most, are added to sums
 // of float32 and begin anew; an item's first tile does by itself, so that a large logit in it cuts
-// off no later tile's products (eight_bit_softmax.cuh). What that leaves is a bias towards 0 where
-// all values have one sign and all weights are equal: kTilesAtOnce * 128 * 0.7 * 2^-14 of the
-// result at most, 4.4 %, and less than half of that with the weights of random logits. Where signs
-// vary the losses do, too. Half as many tiles halve the bias and cost 6 to 13 % of the rate.
+// off no later tile's products (eight_bit_softmax.cuh).
 //
-// The sums lie in shared memory, four of a thread's own at a time: beside S, P and O the registers
-// have no room for them.
+// What that leaves is a bias towards 0 where values have one sign: 1.1 % with random logits. The
+// row sums are made by the same products, P by columns of kRowSumFactor, and lose as much, so that
+// it cancels in the quotient, and so does the rounding of P where a few weights are most of a row.
+// A factor of 1.25 gives products as many bits as values of e4m3 have on average: 1 would leave
+// 60 % of the bias. Where signs of values vary O has no bias, and gets that of the sums, 1.1 %
+// beside an error of 2.7 %. Measured: docs/dev/experiments/fp8-products.md.
+//
+// The sums of half of the columns lie in registers, and the others in shared memory: beside S, P
+// and O the registers have no room for all.
 #pragma once
 
 #include "kernels/sm90/paired_operands.cuh"
@@ -24,11 +28,14 @@ template <class Traits>
 struct EightBitOperands : WholeOperands<Traits> {
   using Base = WholeOperands<Traits>;
 
-  static constexpr int kTilesAtOnce = 8;
+  static constexpr int kTilesAtOnce = 6;
+  static constexpr int kParts = Traits::kPartsO;
+  static constexpr int kShared = Traits::kSharedSums;
 
-  // References of the sums; from prepare_o() on, the sums' factors to the item's last references.
+  // References of the sums. From prepare_o() on, the sums' factors to the item's last references.
   float reference[2];
-  int tiles;  // in the accumulators
+  float4 sums[kParts - kShared];  // of the last parts
+  int tiles;                      // in the accumulators
   bool has_sums = false;
 
   using Base::Base;
@@ -46,13 +53,13 @@ struct EightBitOperands : WholeOperands<Traits> {
     take_sums();
     Tensor parts = recast<float4>(this->tOrO);
     CUTE_UNROLL
-    for (int i = 0; i < size(parts); ++i) sum_of(i) = parts(i);
+    for (int i = 0; i < kParts; ++i) (i < kShared ? shared_sum(i) : sums[i - kShared]) = parts(i);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) reference[r] = softmax.reference[r];
     this->first_pv = GMMA::ScaleOut::Zero;
     tiles = 0;
     has_sums = true;
-    softmax.follow(segment);
+    softmax.follow(segment, {parts(kParts - 1).x, parts(kParts - 1).z});
   }
   template <class Softmax, class Segment>
   CUTE_DEVICE void prepare_o(const Softmax& softmax, const Segment& segment) {
@@ -68,33 +75,34 @@ struct EightBitOperands : WholeOperands<Traits> {
   }
 
  private:
-  // A part of O is two columns of row 0 and of row 1.
-  CUTE_DEVICE float4& sum_of(int part) const {
-    return this->smem.sums[this->warpgroup][part][this->thread];
+  CUTE_DEVICE float4& shared_sum(int part) const {
+    return this->smem.sums[(this->warpgroup * kShared + part) * kWarpgroupThreads + this->thread];
   }
   // Adds the sums to O. Four are read while the four before are added.
   CUTE_DEVICE void take_sums() {
     if (!__any_sync(0xffffffffu, has_sums)) return;
     constexpr int kGroup = 4;
     Tensor parts = recast<float4>(this->tOrO);
+    auto add = [&](int part, const float4& sum) {
+      const float4 o = parts(part);
+      parts(part) = float4{fmaf(sum.x, reference[0], o.x), fmaf(sum.y, reference[0], o.y),
+                           fmaf(sum.z, reference[1], o.z), fmaf(sum.w, reference[1], o.w)};
+    };
     float4 read[2][kGroup];
     CUTE_UNROLL
-    for (int i = 0; i < kGroup; ++i) read[0][i] = sum_of(i);
+    for (int i = 0; i < min(kGroup, kShared); ++i) read[0][i] = shared_sum(i);
     CUTE_UNROLL
-    for (int first = 0; first < size(parts); first += kGroup) {
+    for (int part = kShared; part < kParts; ++part) add(part, sums[part - kShared]);
+    CUTE_UNROLL
+    for (int first = 0; first < kShared; first += kGroup) {
       const auto& now = read[first / kGroup % 2];
       auto& next = read[(first / kGroup + 1) % 2];
       CUTE_UNROLL
       for (int i = 0; i < kGroup; ++i) {
-        if (first + kGroup < size(parts)) next[i] = sum_of(first + kGroup + i);
+        if (first + kGroup < kShared) next[i] = shared_sum(first + kGroup + i);
       }
       CUTE_UNROLL
-      for (int i = 0; i < kGroup; ++i) {
-        const float4 part = parts(first + i);
-        parts(first + i) =
-            float4{fmaf(now[i].x, reference[0], part.x), fmaf(now[i].y, reference[0], part.y),
-                   fmaf(now[i].z, reference[1], part.z), fmaf(now[i].w, reference[1], part.w)};
-      }
+      for (int i = 0; i < min(kGroup, kShared - first); ++i) add(first + i, now[i]);
     }
   }
 };

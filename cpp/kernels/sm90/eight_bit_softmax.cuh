@@ -9,21 +9,23 @@
 // row max since the last time, up or down, which costs nothing but a factor of the sums. Upwards it
 // spares moves. Downwards it keeps weights: after a large logit, such as a query's with its own
 // key, the weights of all other keys would be rounded to 0, and together they may outweigh it
-// (docs/dev/experiments/fp8-products.md). Those of up to eight tiles right behind it still are.
+// (docs/dev/experiments/fp8-products.md). Those of up to six tiles right behind it still are.
 #pragma once
 
 #include "kernels/sm90/speculative_softmax.cuh"
 
 namespace preflash::sm90 {
 
-// Has the hooks of SpeculativeSoftmax.
+// Has the hooks of SpeculativeSoftmax. kAddsWeights: `sum` is the sum of weights before they are
+// rounded, for the LSE. O is divided by the row sums of EightBitOperands.
+template <bool kAddsWeights>
 struct EightBitSoftmax : SpeculativeSoftmax {
   // A logit that exceeds the reference by more moves it: the weight would be 2^8.7.
   static constexpr float kRoom = 4.7f / kLog2E;
   // A reference that has followed exceeds the row max by no more: a weight of 2^2.
   static constexpr float kSlack = 2.0f / kLog2E;
-  // No reference follows further down than until a thread's share of the row sum is 2 to this, so
-  // that neither it nor O overflows.
+  // No reference follows further down than until a row sum is 2 to this, so that neither it nor O
+  // overflows.
   static constexpr float kMaxSumExponent = 30;
 
   // Maxima of this thread's scores since O was added to its sums.
@@ -34,6 +36,9 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
     *this = {};
     maxima(scores, shift, reference);
+  }
+  CUTE_DEVICE void make_first(const auto& scores, const auto& shift, auto& p, const auto& segment) {
+    make_p(scores, shift, p, segment);
   }
   // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
   CUTE_DEVICE void before_o(const auto& scores, const auto& shift, const auto& segment) {
@@ -63,14 +68,14 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   CUTE_DEVICE void after_o(auto&& out) const {
     if (moved) for_each_element(out, [&](int r, int, float& x) { x *= factor[r]; });
   }
-  // O has been added to its sums.
-  CUTE_DEVICE void follow(const auto& segment) {
+  // O has been added to its sums. totals: the row sums so far, relative to the references.
+  CUTE_DEVICE void follow(const auto& segment, const float (&totals)[kRows]) {
     const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const float row_max = quad_max(largest[r]);
       const float highest = fmaf(kSlack, segment.x_per_logit, row_max);
-      const float room = kMaxSumExponent - log2_approx(quad_max(sum[r]));
+      const float room = kMaxSumExponent - log2_approx(totals[r]);
       const float lowest = fmaxf(row_max, fmaf(-room, x_per_bit, reference[r]));
       const float next = fmaxf(fminf(reference[r], highest), lowest);
       if (next != reference[r] && row_max != -INFINITY && !returns_maxima(segment)) {
@@ -82,13 +87,16 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   }
   CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto&,
                           const auto& segment, const auto&) {
-    float tile_sum[kRows];
-    exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+    make_p(scores, shift, p, segment);
   }
 
  private:
+  CUTE_DEVICE void make_p(const auto& scores, const auto& shift, auto& p, const auto& segment) {
+    float tile_sum[kRows];
+    exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] += kAddsWeights ? tile_sum[r] : 0.0f;
+  }
   // True if row maxima are output: the references must then be the maxima.
   CUTE_DEVICE static bool returns_maxima(const auto& segment) {
     return segment.max_sum <= max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3);

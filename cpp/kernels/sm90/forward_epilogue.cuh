@@ -62,9 +62,10 @@ struct ForwardEpilogue {
 
   // Values that the epilogue computes before O is complete.
   struct Prepared {
-    float factor[2];  // for this thread's two rows of O
-    bool empty[2];    // the row kept no key
-    void* o;          // target of the warp's row lane_id() % 16
+    float factor[2];   // for this thread's two rows of O
+    bool empty[2];     // the row kept no key
+    float keyless[2];  // of kRowSumColumns: the sink's weight, which is no part of the row sums
+    void* o;           // target of the warp's row lane_id() % 16
   };
 
   // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
@@ -78,11 +79,19 @@ struct ForwardEpilogue {
       result[r] = softmax.template finish<Traits::kVariant.q_dtype>(
           r, missing, params.logits.scale_log2, params.lse.form);
     }
+    Prepared ready;
+    if constexpr (Traits::kRowSumColumns > 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float logit = adds_keyless() ? sink(params.extras, coordinates.head(r)) : -INFINITY;
+        ready.keyless[r] = softmax.template weight_of<Traits::kVariant.q_dtype>(
+            r, logit, params.logits.scale_log2);
+      }
+    }
     if (adds_keyless()) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) add_keyless(result[r], params, coordinates.head(r));
     }
-    Prepared ready;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       ready.factor[r] = result[r].factor * out_scale();
@@ -96,9 +105,21 @@ struct ForwardEpilogue {
     return ready;
   }
 
-  // tOrO: ((2, 2, D / 8), 1, 1), the sum over the item's keys. staging: this warp's [16, kColumns]
-  CUTE_DEVICE void store(const Prepared& ready, auto& tOrO, Element* staging) const {
+  // accumulator: ((2, 2, N / 8), 1, 1), the sum over the item's keys: O, and row sums if any.
+  // staging: this warp's [16, kColumns]
+  CUTE_DEVICE void store(Prepared ready, auto& accumulator, Element* staging) const {
+    Tensor tOrO = make_tensor(accumulator.data(), columns_of_o(accumulator.layout()));
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
+    if constexpr (Traits::kRowSumColumns > 0) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        // Columns of one number: every lane of the quad has the row's sum.
+        const float total = accumulator(size(tOrO) + 2 * r) * (1.0f / Traits::kRowSumFactor);
+        ready.empty[r] = total == 0.0f;
+        ready.factor[r] =
+            ready.empty[r] ? 0.0f : reciprocal_approx(total + ready.keyless[r]) * out_scale();
+      }
+    }
     // + 0: a zero is +0, as in rows that are merged from chunks.
     for_each_element(rows_of_o, [&](int r, int, float& x) { x = fmaf(x, ready.factor[r], 0.0f); });
     // A row without keys is 0, also where 0 * V is inf or NaN.
@@ -152,6 +173,16 @@ struct ForwardEpilogue {
   CUTE_DEVICE static int first_column() { return sm90::first_column<Traits>(); }
   CUTE_DEVICE int num_columns() const {
     return min(params.head_dim_vo - first_column(), Traits::kPartVo);
+  }
+
+  // ((2, 2, N / 8), 1, 1) -> ((2, 2, D / 8), 1, 1), without the row sums
+  __device__ static constexpr auto columns_of_o(auto layout) {
+    if constexpr (Traits::kRowSumColumns == 0) {
+      return layout;
+    } else {
+      return make_layout(
+          make_shape(make_shape(_2{}, _2{}, Int<Traits::kPartVo / 8>{}), _1{}, _1{}));
+    }
   }
 
   CUTE_DEVICE bool is_final() const { return item.partial_row == WorkItem::kFinal; }

@@ -61,6 +61,12 @@ const char* make_maps(const ForwardParams& params, ParamsOf<Traits>& hopper) {
   return nullptr;
 }
 
+// The variant without an LSE: neither the caller nor a chunk of a split request asks for one.
+template <class V>
+struct WithoutLse : V {
+  static constexpr bool kWithoutLse = true;
+};
+
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
@@ -74,6 +80,12 @@ LaunchError launch_forward(const ForwardParams& params, int num_ctas, const Laun
   if (refusal != nullptr) return refusal;
   LaunchShape shape{num_ctas * Traits::kClusterSize, Traits::kThreads, kSmemBytes<V>,
                     Traits::kClusterSize};
+  if constexpr (Traits::kTransposesV) {
+    const ForwardSegment& segment = params.segments[0];
+    if (segment.lse.data == nullptr && segment.partial_lse == nullptr) {
+      return launch_kernel<&forward_kernel<WithoutLse<V>>>(hopper, shape, target.stream);
+    }
+  }
   return launch_kernel<&forward_kernel<V>>(hopper, shape, target.stream);
 }
 

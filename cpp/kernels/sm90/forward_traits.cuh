@@ -38,6 +38,13 @@ struct ForwardTraits {
   // (eight_bit_operands.cuh). A query tile begins in one of two tiles of keys (begins_late()).
   static constexpr bool kAlignsQueryTiles = kTransposesV;
   static_assert(!kAlignsQueryTiles || kTile.m <= kTile.n);
+  // V^T has 8 more rows, all of kRowSumFactor, and O 8 more columns: each is the row sum of P as
+  // the tensor core rounds it, times that factor (eight_bit_operands.cuh).
+  static constexpr int kRowSumColumns = kTransposesV ? 8 : 0;
+  static constexpr float kRowSumFactor = 1.25f;
+  // False: the launch stores no LSE, so the softmax does not add up P before it is rounded, which
+  // costs 4 %.
+  static constexpr bool kAddsWeights = !requires { V::kWithoutLse; };
   static constexpr bool kHasFactors = kConverts || kTransposesV;
   static constexpr bool kChoosesOutput = kConverts || kTransposesV;
 
@@ -143,11 +150,17 @@ struct ForwardTraits {
   // With two buffers the next item's Q is loaded during this item's last tiles, with one only
   // during its very last. Where Q is converted there is one.
   static constexpr int kBytesQ = kTileM * kRowQk * sizeof(ElementQ);
-  static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo) * sizeof(ElementKv);
+  static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo + kRowSumColumns) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
-  // V as it arrives, and O's sums of float32.
+  // A thread's part of O: two columns of each of its rows. The float32 sums of the first
+  // kSharedSums parts lie in shared memory, those of the others in registers.
+  static constexpr int kPartsO = (kPartVo + kRowSumColumns) / 8;
+  static constexpr int kSharedSums = kTransposesV && kPartVo > 64 ? kPartsO - 8 : 0;
+  // V as it arrives, and O's sums.
   static constexpr int kBytesV =
-      kTransposesV ? kStages * kTileN * kRowVo + kTileM * kPartVo * 4 : 0;
+      kTransposesV
+          ? kStages * kTileN * kRowVo + kConsumerThreads * kSharedSums * int{sizeof(float4)}
+          : 0;
   static constexpr int kBytesBesideQ = kStages * kBytesKv + kBytesV + kBytesO + kOtherBytes;
   static constexpr int kQStages =
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
@@ -184,7 +197,7 @@ struct ForwardTraits {
   using ShapeQk = Shape<_64, Int<kTileN>, Int<kHeadQk>>;
   using MmaQk =
       decltype(make_tiled_mma(GMMA::ss_op_selector<ElementQ, ElementKv, float, ShapeQk>()));
-  static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo;
+  static constexpr int kMmaColumnsPv = kSliced ? kSliceColumns : kHeadVo + kRowSumColumns;
   using MmaPv = decltype(make_tiled_mma(
       GMMA::rs_op_selector<ElementP, ElementKv, float, Shape<_64, Int<kMmaColumnsPv>, Int<kTileN>>,
                            GMMA::Major::K, kTransposesV ? GMMA::Major::K : GMMA::Major::MN>()));
@@ -208,8 +221,9 @@ struct ForwardTraits {
   using LayoutQ =
       decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kRowQk>, Int<kQStages>>{}));
   using LayoutK = decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kRowQk>, Int<kStages>>{}));
-  using LayoutV = decltype(tile_to_shape(AtomV{}, Shape<Int<kHeadVo>, Int<kTileN>, Int<kStages>>{},
-                                         StepV{}));  // V^T: (d_vo, tile_n, stages)
+  using LayoutV = decltype(tile_to_shape(
+      AtomV{}, Shape<Int<kHeadVo + kRowSumColumns>, Int<kTileN>, Int<kStages>>{},
+      StepV{}));  // V^T: (d_vo, tile_n, stages)
   using LayoutSliceK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kSliceColumns>, Int<kSliceSlots>>{}));
   using LayoutSliceV = decltype(tile_to_shape(

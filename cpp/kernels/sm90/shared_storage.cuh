@@ -164,13 +164,13 @@ struct SliceState {
   conditional_t<Traits::kConverts, ConversionState<Traits>, Nothing> conversion;
 };
 
-// V as it arrives where it is transposed, and O's sums of float32 (eight_bit_operands.cuh).
+// V as it arrives where it is transposed, and sums of O in float32 (eight_bit_operands.cuh).
 template <class Traits, bool kTransposesV = Traits::kTransposesV>
 struct TransposeStorage {};
 template <class Traits>
 struct TransposeStorage<Traits, true> {
   alignas(1024) typename Traits::ElementKv raw[Traits::kStages * Traits::kTileN * Traits::kRowVo];
-  float4 sums[Traits::kConsumers][Traits::kPartVo / 8][kWarpgroupThreads];
+  cute::array<float4, Traits::kConsumerThreads * Traits::kSharedSums> sums;
   Ring<Traits::kStages> raw_ring;
 };
 

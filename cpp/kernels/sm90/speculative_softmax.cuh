@@ -136,6 +136,13 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     return result;
   }
 
+  // Returns the weight of a logit in base 2, in units of P. NaN as finish() has it.
+  template <DType kP>
+  CUTE_DEVICE float weight_of(int r, float logit, float scale_log2) const {
+    float origin = scaled_reference(reference[r], scale_log2);
+    return fabsf(origin) >= max_origin_of(kP) ? NAN : exp2_approx(logit - origin + exponent_of(kP));
+  }
+
   // The lanes of a row may have different shifts, so they come before the quad's maximum.
   CUTE_DEVICE static void maxima(const auto& scores, const auto& shift, float (&result)[kRows]) {
     thread_maxima(scores, result);

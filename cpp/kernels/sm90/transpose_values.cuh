@@ -26,6 +26,7 @@ struct VTransposer {
   static constexpr int kPieceBytes = 16;
   static constexpr int kPieces = Traits::kHeadVo / kPieceBytes;  // of a key's row
   static constexpr int kAtOnce = 4;                              // so that reads overlap
+  static constexpr int kTileBytes = Traits::kTileN * (Traits::kHeadVo + Traits::kRowSumColumns);
   static_assert(Traits::kTileN == 128 && Traits::kRowVo == kBlockRowBytes &&
                 kPieces % kAtOnce == 0);
 
@@ -63,9 +64,24 @@ struct VTransposer {
   }
 };
 
+// Writes the rows of V^T whose products with P are row sums. They follow V's own in each buffer.
+template <class Traits>
+CUTE_DEVICE void fill_row_sum_columns(SharedStorage<Traits>& smem) {
+  constexpr int kTileBytes = VTransposer<Traits>::kTileBytes;
+  constexpr int kBytes = Traits::kTileN * Traits::kRowSumColumns;
+  static_assert(Traits::kRowSumFactor == 1.25f && kBytes == 8 * kWarpgroupThreads);
+  constexpr std::uint32_t kFour = 0x3a3a3a3a;  // 1.25 in e4m3
+  CUTE_UNROLL
+  for (int stage = 0; stage < Traits::kStages; ++stage) {
+    auto* rows = reinterpret_cast<uint2*>(smem.v + (stage + 1) * kTileBytes - kBytes);
+    rows[threadIdx.x % kWarpgroupThreads] = {kFour, kFour};
+  }
+}
+
 // One warpgroup transposes all tiles of a CTA's items.
 template <class Traits>
 CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
+  fill_row_sum_columns(smem);  // the first tile's fence and arrivals publish them, too
   const VTransposer<Traits> transposer(threadIdx.x % kWarpgroupThreads / 32, lane_id());
   ItemReader<Traits> items{smem};
   ProducerPipelineState<Traits::kStages> next;  // of both rings
@@ -79,7 +95,7 @@ CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
       smem.barriers.v.empty[stage].wait(next.phase() ^ 1);
       transposer.transpose(
           cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
-          cast_smem_ptr_to_uint(smem.v + stage * Traits::kTileN * Traits::kHeadVo), [&] {
+          cast_smem_ptr_to_uint(smem.v + stage * VTransposer<Traits>::kTileBytes), [&] {
             __syncwarp();
             release(smem.raw_ring.empty[stage]);
           });

@@ -25,7 +25,8 @@ struct Accumulators {
   using MmaQk = typename Traits::MmaQk;
   using MmaPv = typename Traits::MmaPv;
   using AccumulatorS = decltype(partition_fragment_C(MmaQk{}, Shape<_64, Int<Traits::kTileN>>{}));
-  using AccumulatorO = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kPartVo>>{}));
+  using AccumulatorO = decltype(partition_fragment_C(
+      MmaPv{}, Shape<_64, Int<Traits::kPartVo + Traits::kRowSumColumns>>{}));
   using OperandP = decltype(make_tensor<typename Traits::ElementP>(
       partition_shape_A(MmaPv{}, Shape<_64, Int<Traits::kTileN>>{})));
 
