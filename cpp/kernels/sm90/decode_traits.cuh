@@ -16,6 +16,7 @@ struct DecodeTraits {
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   static constexpr bool kHasFactors = kConverts;
   static constexpr bool kChoosesOutput = kConverts;
+  static constexpr int kRowSumColumns = 0;
   static constexpr bool kAlignsQueryTiles = false;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits dequantize to float16");
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
