@@ -99,7 +99,7 @@ def native_cases() -> Iterator[Case]:
     for axes in every(o_dtype=outputs, head_scales=scales, page_size=(0, 16), head_dim=(64, 128)):
         yield changed(**axes)
     # With 4 a row has few weights, and later tiles exceed the first one's maximum by far.
-    for axes in every(sm_scale=(-0.1, 0.0, 1.0, 4.0)):
+    for axes in every(sm_scale=(-0.1, 0.0, 1.0, 4.0), disable_split_kv=(False, True)):
         yield changed(kv_lens=(1470, 9, 77, 0), **axes)
 
 
@@ -175,10 +175,26 @@ def test_equal_logits(kv_len, head_dim):
     assert (lse - math.log2(kv_len)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("sm_scale", [50.0, 970.0, 1e4, 1e6])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_huge_logits_are_right_or_nan(sm_scale, return_lse):
+    """The origin of exponents is rounded by so much that every weight may become 0."""
+    wrapper, inputs = planned(one_request(70, 500, head_dim=64, sm_scale=sm_scale))
+    set_queries(inputs, 448.0)
+    inputs.k[:500].copy_(inputs.q[:1, :1].expand(inputs.k[:500].shape))
+    inputs.v[:500].copy_(torch.randn(inputs.v[:500].shape) * 0.3 + 3.0)
+    out = runner.run(wrapper, inputs, return_lse=return_lse, lse=None)
+    out = (out[0] if return_lse else out).double()
+    mean = inputs.v[:500].double().mean(0).repeat_interleave(2, 0).expand(out.shape)
+    right = (out - mean).abs() < 0.2  # the output has 8 bits
+    assert (right | out.isnan()).all()
+    assert (right if sm_scale == 50.0 else out.isnan()).all()
+
+
 @pytest.mark.parametrize("kv_len", [1000, 8192, 40000])
 def test_outlier_channels(kv_len):
     """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
-    six tiles 40000 keys lose 40 % of them, without its row sums 1.2 %."""
+    six tiles 40000 keys lose 2 % of them, without its row sums 1 %."""
     wrapper, inputs = planned(one_request(64, kv_len, num_qo_heads=2, num_kv_heads=1))
     values = torch.randn(inputs.v[:kv_len].shape, device="cuda") * 0.3
     values[..., ::7] += 6.0
@@ -195,8 +211,7 @@ def test_outlier_channels(kv_len):
 @pytest.mark.parametrize("kv_len", [1500, 2300, 20000, 131072])
 def test_one_large_logit(kv_len, logit, key):
     """Weights far below the largest one count: together they may outweigh it. References that stay
-    where the large one is lose half of the output at 131072 keys; those that follow by sums of
-    another reference lose a tenth at 2300."""
+    where the large one is lose 15 % of the output at 20000 keys."""
     wrapper, inputs = planned(one_request(40, kv_len, **FIRST_COLUMN))
     set_queries(inputs, 1.0)
     logits = torch.randn(kv_len)
@@ -205,12 +220,12 @@ def test_one_large_logit(kv_len, logit, key):
     inputs.k[:kv_len, 0, 0].copy_(logits)
     # Where the key of the large logit had such a value, too, lost weights would not change O.
     inputs.v[:kv_len].copy_(torch.randn(inputs.v[:kv_len].shape) * 0.3 + 3.0)
-    inputs.v[max(key, -kv_len)] = 0.0
+    inputs.v[:kv_len][max(key, -kv_len)] = 0.0
     expected = reference(inputs)
     out, _ = check_run(wrapper, inputs, expected)
     errors = (out.double() - expected.out.to(out.device)) / 3
     # bfloat16's roundoff, and up to six tiles of small weights.
-    assert errors.abs().max() < 2.0**-8 + 0.02
+    assert errors.abs().max() < 2.0**-8 + 0.012
 
 
 # --- which kernel ---------------------------------------------------------------

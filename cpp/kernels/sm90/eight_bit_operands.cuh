@@ -14,8 +14,8 @@
 // 60 % of the bias. Where signs of values vary O has no bias, and gets that of the sums, 1.1 %
 // beside an error of 2.7 %. Measured: docs/dev/experiments/fp8-products.md.
 //
-// The sums of half of the columns lie in registers, and the others in shared memory: beside S, P
-// and O the registers have no room for all.
+// At head_dim 128 the sums of half of the columns lie in shared memory: beside S, P and O the
+// registers have no room for all.
 #pragma once
 
 #include "kernels/sm90/paired_operands.cuh"
@@ -99,7 +99,7 @@ struct EightBitOperands : WholeOperands<Traits> {
       auto& next = read[(first / kGroup + 1) % 2];
       CUTE_UNROLL
       for (int i = 0; i < kGroup; ++i) {
-        if (first + kGroup < kShared) next[i] = shared_sum(first + kGroup + i);
+        if (first + kGroup + i < kShared) next[i] = shared_sum(first + kGroup + i);
       }
       CUTE_UNROLL
       for (int i = 0; i < min(kGroup, kShared - first); ++i) add(first + i, now[i]);

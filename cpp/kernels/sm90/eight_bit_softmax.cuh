@@ -24,8 +24,8 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   static constexpr float kRoom = 4.7f / kLog2E;
   // A reference that has followed exceeds the row max by no more: a weight of 2^2.
   static constexpr float kSlack = 2.0f / kLog2E;
-  // No reference follows further down than until a row sum is 2 to this, so that neither it nor O
-  // overflows.
+  // No reference follows further down than until `totals` are 2 to this, so that neither they nor O
+  // overflow.
   static constexpr float kMaxSumExponent = 30;
 
   // Maxima of this thread's scores since O was added to its sums.
@@ -68,7 +68,8 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   CUTE_DEVICE void after_o(auto&& out) const {
     if (moved) for_each_element(out, [&](int r, int, float& x) { x *= factor[r]; });
   }
-  // O has been added to its sums. totals: the row sums so far, relative to the references.
+  // O has been added to its sums. totals: the row sums so far, times kRowSumFactor, relative to the
+  // references.
   CUTE_DEVICE void follow(const auto& segment, const float (&totals)[kRows]) {
     const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
     CUTE_UNROLL

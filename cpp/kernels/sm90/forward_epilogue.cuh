@@ -95,7 +95,9 @@ struct ForwardEpilogue {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       ready.factor[r] = result[r].factor * out_scale();
-      ready.empty[r] = result[r].empty;
+      // A huge row's P may all be rounded to 0, which does not make it a row without keys.
+      ready.empty[r] =
+          Traits::kRowSumColumns > 0 ? softmax.reference[r] == -INFINITY : result[r].empty;
     }
     ready.o = target.o;
     // No branch around the shuffles: it would cost registers on the way to the next item.
@@ -114,8 +116,9 @@ struct ForwardEpilogue {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         // Columns of one number: every lane of the quad has the row's sum.
-        const float total = accumulator(size(tOrO) + 2 * r) * (1.0f / Traits::kRowSumFactor);
-        ready.empty[r] = total == 0.0f;
+        const float total =
+            __fmul_rn(accumulator(size(tOrO) + 2 * r), 1.0f / Traits::kRowSumFactor);
+        ready.empty[r] &= total == 0.0f;
         ready.factor[r] =
             ready.empty[r] ? 0.0f : reciprocal_approx(total + ready.keyless[r]) * out_scale();
       }

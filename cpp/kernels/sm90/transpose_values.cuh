@@ -70,11 +70,11 @@ CUTE_DEVICE void fill_row_sum_columns(SharedStorage<Traits>& smem) {
   constexpr int kTileBytes = VTransposer<Traits>::kTileBytes;
   constexpr int kBytes = Traits::kTileN * Traits::kRowSumColumns;
   static_assert(Traits::kRowSumFactor == 1.25f && kBytes == 8 * kWarpgroupThreads);
-  constexpr std::uint32_t kFour = 0x3a3a3a3a;  // 1.25 in e4m3
+  constexpr std::uint32_t kFactors = 0x3a3a3a3a;  // four times 1.25 in e4m3
   CUTE_UNROLL
   for (int stage = 0; stage < Traits::kStages; ++stage) {
     auto* rows = reinterpret_cast<uint2*>(smem.v + (stage + 1) * kTileBytes - kBytes);
-    rows[threadIdx.x % kWarpgroupThreads] = {kFour, kFour};
+    rows[threadIdx.x % kWarpgroupThreads] = {kFactors, kFactors};
   }
 }
 
