@@ -127,6 +127,7 @@ namespace {
 struct OpenTiles {
   std::int32_t longest = 0;
   std::int32_t shortest_chunk = 1;
+  std::int32_t short_chunk = 1;  // shorter ones are short
 
   explicit OpenTiles(const SplitProblem& split) {
     for (int s = 0; s < split.segments.size(); ++s) {
@@ -134,9 +135,16 @@ struct OpenTiles {
       if (segment.asked_chunk > 0 || split.limits.segments[s].rows < 2) continue;
       longest = std::max(longest, segment.longest);
       shortest_chunk = std::max(shortest_chunk, ceil_div(kMinAutoChunkKeys, segment.tile_n));
+      short_chunk = std::max(short_chunk, ceil_div(kShortChunkKeys, segment.tile_n));
     }
   }
 };
+
+bool allows_short_chunks(const SplitEstimate& estimate, std::int64_t full_slots) {
+  std::int64_t rows = 0;
+  for (const SegmentEstimate& segment : estimate.segments) rows += segment.num_partial_rows;
+  return estimate.num_items <= full_slots && rows <= kMostRowsOfShortChunks;
+}
 
 }  // namespace
 
@@ -156,6 +164,7 @@ std::int32_t choose_chunk_tiles(const SplitProblem& split) {
   const std::int64_t per_wave = split.cta_slots / unsplit.num_items;
   for (std::int32_t chunk : ladder(open.longest, open.shortest_chunk, per_wave)) {
     const SplitEstimate candidate = estimate(split, chunk);
+    if (chunk < open.short_chunk && !allows_short_chunks(candidate, split.full_slots)) continue;
     if (candidate.makespan < best_makespan && fits(candidate, split.limits)) {
       best = chunk;
       best_makespan = candidate.makespan;

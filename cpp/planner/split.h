@@ -11,8 +11,13 @@ namespace preflash {
 
 inline constexpr std::int32_t kMaxChunks = 32767;  // chunk numbers and their counts are int16
 inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles that none exceeds
-// Shorter chunks cost more than they balance.
-inline constexpr std::int32_t kMinAutoChunkKeys = 256;
+// The planner makes no shorter chunks.
+inline constexpr std::int32_t kMinAutoChunkKeys = 64;
+// Chunks of fewer keys pay where every item has a CTA that has an SM's bandwidth to itself and few
+// rows are merged, as in a decode step of a few short requests: then they are the latency
+// (measured: docs/dev/experiments/decode-and-split.md).
+inline constexpr std::int32_t kShortChunkKeys = 256;
+inline constexpr std::int64_t kMostRowsOfShortChunks = 4096;
 
 // Limits on the split of one segment.
 struct SegmentLimits {

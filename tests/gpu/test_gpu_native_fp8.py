@@ -221,11 +221,10 @@ def test_one_large_logit(kv_len, logit, key):
     # Where the key of the large logit had such a value, too, lost weights would not change O.
     inputs.v[:kv_len].copy_(torch.randn(inputs.v[:kv_len].shape) * 0.3 + 3.0)
     inputs.v[:kv_len][max(key, -kv_len)] = 0.0
-    expected = reference(inputs)
-    out, _ = check_run(wrapper, inputs, expected)
-    errors = (out.double() - expected.out.to(out.device)) / 3
-    # bfloat16's roundoff, and up to six tiles of small weights.
-    assert errors.abs().max() < 2.0**-8 + 0.012
+    out, _ = runner.run(wrapper, inputs)
+    errors = (out.double() - reference(inputs).out.to(out.device)) / 3
+    # The output's roundoff, and up to six tiles of small weights, the same in every row.
+    assert errors.abs().max() < 2.0**-8 + 0.016
 
 
 # --- which kernel ---------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_one_long_request_fills_the_machine():
     "made",
     [
         lambda: decode(64, 4096),  # 512 equal items on 264 slots: two waves at 97 percent
-        lambda: decode(1, 500),  # crumbs
+        lambda: decode(1, 100),  # crumbs
         lambda: prefill([512] * 64, [4096] * 64),
         lambda: decode(1, 131072, disable_split_kv=True),
         lambda: decode(1, 8192, disable_split_kv=True, fixed_split_size=256),
@@ -70,6 +70,26 @@ def test_more_workspace_never_makes_it_slower():
     ]
     assert estimates == sorted(estimates, reverse=True)
     assert estimates[-1] < estimates[0] / 5
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "chunk"),
+    [
+        ([1], [512], 64),
+        ([1], [2048], 128),
+        ([1] * 4, [1024] * 4, 128),
+        ([1] * 8, [1024] * 8, 256),  # shorter ones would make more items than CTAs
+        ([1] * 3, [4096] * 3, 384),
+        ([64], [1024], 256),  # with chunks of 128 keys 16,384 rows would be merged
+    ],
+)
+def test_short_chunks_where_every_item_has_a_cta_and_few_rows_are_merged(qo_lens, kv_lens, chunk):
+    made = checked(qo_lens, kv_lens, **GQA)
+    longest = made.requests["chunk_keys"].clip(max=max(kv_lens))
+    assert set(longest.tolist()) == {chunk}
+    if chunk < 256:
+        assert made.sizes["num_items"] <= made.cta_slots()
+        assert made.sizes["num_partial_rows"] <= 4096
 
 
 @pytest.mark.parametrize(("size", "chunk"), [(1, 64), (64, 64), (65, 128), (1000, 1024)])
