@@ -14,7 +14,7 @@
 #include "core/pod_cost.h"
 #include "cpu/cpu_backend.h"
 #include "registry/matrix.h"
-#include "registry/miss.h"
+#include "registry/not_compiled.h"
 #include "registry/registry.h"
 
 namespace preflash {

@@ -99,7 +99,7 @@ ArrayRole array_role(const std::string& name) {
 }  // namespace
 
 // A plan that has passed every check and has changed nothing.
-struct RepeatedPlan::Drafted {
+struct RepeatedPlan::NewPlan {
   std::shared_ptr<PlannedVariant> variant;
   py::object request;
   std::shared_ptr<Batch> batch;
@@ -256,7 +256,7 @@ py::object RepeatedPlan::page_list(const GivenArrays& given, const BatchOfArrays
                               {fields_.largest, std::move(largest)}});
 }
 
-std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) const {
+std::optional<RepeatedPlan::NewPlan> RepeatedPlan::new_plan(const Arrays& arrays) const {
   const Torch& torch = workspace_->torch();
   const HostArrays& host_arrays =
       made_once<HostArrays>([&] { return HostArrays(workspace_->functions()->torch); });
@@ -313,7 +313,7 @@ std::optional<RepeatedPlan::Drafted> RepeatedPlan::draft(const Arrays& arrays) c
                                   float_bytes_);
   }
   if (const auto room = workspace_->int_room(); room && plan->int_bytes() > *room) return {};
-  return Drafted{.variant = std::make_shared<PlannedVariant>(primary_->backend(), std::move(plan),
+  return NewPlan{.variant = std::make_shared<PlannedVariant>(primary_->backend(), std::move(plan),
                                                              py::make_tuple(of_variant)),
                  .request = request,
                  .batch = found->batch,
@@ -328,7 +328,7 @@ bool RepeatedPlan::may_read(PyObject* kv_lens) const {
   return captured.empty() || torch.address_of(before.ptr()) == torch.address_of(kv_lens);
 }
 
-bool RepeatedPlan::find_buffer(const Drafted& drafted, std::shared_ptr<PlanBuffer>* where) const {
+bool RepeatedPlan::find_buffer(const NewPlan& made, std::shared_ptr<PlanBuffer>* where) const {
   const auto& buffer = primary_->plan_buffer();
   const py::tuple captured = plan_.attr(names().captured);
   const auto others =
@@ -347,7 +347,7 @@ bool RepeatedPlan::find_buffer(const Drafted& drafted, std::shared_ptr<PlanBuffe
       one[1].cast<std::shared_ptr<PlanBuffer>>() != buffer) {
     return false;
   }
-  buffer->check_captured(0, *drafted.batch, drafted.largest_page);
+  buffer->check_captured(0, *made.batch, made.largest_page);
   *where = buffer;
   return true;
 }
@@ -388,7 +388,7 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
   const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> release(
       &busy_, [](std::atomic_flag* busy) { busy->clear(); });
   Arrays arrays;
-  std::optional<Drafted> drafted;
+  std::optional<NewPlan> made;
   try {
     if (!call.is(call_) || !py::object(wrapper.attr(names().plan)).is(plan_) ||
         !kv_layout_.equal(wrapper.attr(names().kv_layout)) || debugging() || a_mode_is_active() ||
@@ -403,20 +403,20 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
           py::object(graph_.attr(names().filled_with)).is_none())
         return false;
     }
-    drafted = draft(arrays);
-    if (!drafted || !find_buffer(*drafted, &drafted->where)) return false;
-    if (!has_reserve(drafted->variant->plan()->int_bytes())) return false;
+    made = new_plan(arrays);
+    if (!made || !find_buffer(*made, &made->where)) return false;
+    if (!has_reserve(made->variant->plan()->int_bytes())) return false;
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
     return false;
   } catch (const std::exception&) {
     return false;  // the call takes the long way through Python, which raises this error again
   }
-  drafted->variant->allocate_in(workspace_, drafted->where);
+  made->variant->allocate_in(workspace_, made->where);
   const py::object plan = with_fields(
-      plan_, {{fields_.request, drafted->request},
-              {fields_.default_variant, has_default_ ? py::cast(drafted->variant) : py::none()},
-              {fields_.primary, py::cast(drafted->variant)},
+      plan_, {{fields_.request, made->request},
+              {fields_.default_variant, has_default_ ? py::cast(made->variant) : py::none()},
+              {fields_.primary, py::cast(made->variant)},
               {fields_.others, py::dict()},
               {fields_.windows, py::dict()}});
   std::vector<HostCopy> copies;
@@ -429,17 +429,16 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
                                                      {fields_.others, py::dict()},
                                                      {fields_.windows, py::dict()}});
     order_behind_users(primary_->buffers(), workspace_->device_stream());
-    copies = copies_for_graphs(arrays, *drafted->batch);
+    copies = copies_for_graphs(arrays, *made->batch);
     if (kv_lengths_are_upper_bounds_) graph_.attr(names().kv_lens) = py::handle(arrays.kv_lens);
   }
-  PlannedVariant::upload({drafted->variant}, workspace_->device_stream().current(),
-                         std::move(copies));
+  PlannedVariant::upload({made->variant}, workspace_->device_stream().current(), std::move(copies));
   wrapper.attr(names().plan) = plan;
   if (!primary_->plan_buffer()->shared) workspace_->give_back(primary_);
   plan_ = plan;
-  request_ = drafted->request;
-  variant_request_ = drafted->variant->requests()[0];
-  primary_ = drafted->variant;
+  request_ = made->request;
+  variant_request_ = made->variant->requests()[0];
+  primary_ = made->variant;
   return true;
 }
 

@@ -47,7 +47,7 @@ class RepeatedPlan {
     PyObject* kv_indptr_on_host = nullptr;  // read instead of given.kv_indptr
     PyObject* kv_lens = nullptr;            // a hint, or what runs read where there are bounds
   };
-  struct Drafted;
+  struct NewPlan;
 
   const Role* role_at(Py_ssize_t position) const;
   const Role* role_of(PyObject* name) const;
@@ -58,11 +58,11 @@ class RepeatedPlan {
   pybind11::list bring_to_host(const HostArrays& host_arrays, GivenArrays* given) const;
   // The request's PageList; None for ragged batches.
   pybind11::object page_list(const GivenArrays& given, const BatchOfArrays& found) const;
-  std::optional<Drafted> draft(const Arrays& arrays) const;
+  std::optional<NewPlan> new_plan(const Arrays& arrays) const;
   // True if captured graphs, if there are any, read the lengths of keys there.
   bool may_read(PyObject* kv_lens) const;
   // False: what graphs have captured takes more than one place. where: null for new memory.
-  bool find_buffer(const Drafted& drafted, std::shared_ptr<PlanBuffer>* where) const;
+  bool find_buffer(const NewPlan& made, std::shared_ptr<PlanBuffer>* where) const;
   // True if what options first asked for in a capture would need is reserved.
   bool has_reserve(std::int64_t bytes) const;
   std::vector<HostCopy> copies_for_graphs(const Arrays& arrays, const Batch& batch) const;

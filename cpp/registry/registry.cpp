@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "cpu/cpu_backend.h"
-#include "registry/miss.h"
+#include "registry/not_compiled.h"
 #include "registry/shared_library.h"
 
 namespace preflash {
@@ -200,7 +200,7 @@ FoundKernel Registry::find(const Variant& wanted) {
     return {.kernel = kernel};
   }
   std::vector<Variant> compiled = variants_of(*found.table);
-  return {.error = describe_miss(wanted, compiled, state_->elsewhere(wanted))};
+  return {.error = describe_not_compiled(wanted, compiled, state_->elsewhere(wanted))};
 }
 
 FoundKernel Registry::find_joint(const Variant& first, const Variant& second) {

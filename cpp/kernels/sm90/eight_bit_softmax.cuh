@@ -38,7 +38,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     maxima(scores, shift, reference);
   }
   CUTE_DEVICE void make_first(const auto& scores, const auto& shift, auto& p, const auto& segment) {
-    make_p(scores, shift, p, segment);
+    exponentiate_tile(scores, shift, p, segment);
   }
   // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
   CUTE_DEVICE void before_o(const auto& scores, const auto& shift, const auto& segment) {
@@ -88,11 +88,12 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   }
   CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto&,
                           const auto& segment, const auto&) {
-    make_p(scores, shift, p, segment);
+    exponentiate_tile(scores, shift, p, segment);
   }
 
  private:
-  CUTE_DEVICE void make_p(const auto& scores, const auto& shift, auto& p, const auto& segment) {
+  CUTE_DEVICE void exponentiate_tile(const auto& scores, const auto& shift, auto& p,
+                                     const auto& segment) {
     float tile_sum[kRows];
     exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
     CUTE_UNROLL

@@ -24,8 +24,8 @@ inline bool in_matrix(const Variant& wanted) { return find_in_matrix(wanted) != 
 
 // Says what was asked, what is compiled for that family, and what would work. `compiled` holds the
 // variants of the wanted family; `elsewhere` the families, if any, whose kernels serve the request.
-std::string describe_miss(const Variant& wanted, std::span<const Variant> compiled,
-                          const std::vector<Family>& elsewhere);
+std::string describe_not_compiled(const Variant& wanted, std::span<const Variant> compiled,
+                                  const std::vector<Family>& elsewhere);
 
 // The same for a family that has no library here; `why` says what is missing.
 std::string describe_absent(const Variant& wanted, const std::string& why,

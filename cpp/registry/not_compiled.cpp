@@ -1,4 +1,4 @@
-#include "registry/miss.h"
+#include "registry/not_compiled.h"
 
 #include <algorithm>
 
@@ -128,8 +128,8 @@ const Variant* find_in_matrix(const Variant& wanted) {
   return best;
 }
 
-std::string describe_miss(const Variant& wanted, std::span<const Variant> compiled,
-                          const std::vector<Family>& elsewhere) {
+std::string describe_not_compiled(const Variant& wanted, std::span<const Variant> compiled,
+                                  const std::vector<Family>& elsewhere) {
   std::vector<std::string> ways;
   std::string changes = nearest(wanted, compiled);
   if (!changes.empty()) ways.push_back("the same with " + changes);
