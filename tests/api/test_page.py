@@ -167,19 +167,20 @@ def test_tokens_without_a_place_are_not_written(target, monkeypatch):
     """Kernels do not write outside the table, nor into the next request's page, where nothing is
     checked: on the GPU without PREFLASH_DEBUG. Here the CPU takes the same path."""
     monkeypatch.setattr(page.checks, "may_be_read", lambda _: False)
-    cache = torch.zeros(4, 2, 4, 1, 8, device=target.device)
+    memory = torch.zeros(5, 2, 4, 1, 8, device=target.device)
+    cache = memory[:4]
 
     def append(batch, positions, pages, indptr):
         """Returns the slots [page, row] that the tokens are written to."""
         rows = torch.ones(len(batch), 1, 8, device=target.device)
         cache.zero_()
         preflash.append_paged_kv_cache(
-            rows, rows, ints(target, *batch), ints(target, *positions), cache, pages,
-            ints(target, *indptr), ints(target, 4, 4),
+            rows, rows, ints(target, *batch), torch.tensor(positions, device=target.device),
+            cache, pages, ints(target, *indptr, 9)[:-1], ints(target, 4, 4),
         )  # fmt: skip
         return cache[:, 0, :, 0, 0].nonzero().tolist()
 
-    batch, positions = (0, 5, -3, 1, 0, 1, 0, 1), (400, 0, 0, 0, -1, 3, 8, 4)
+    batch, positions = (0, 5, -3, 1, 0, 1, 0, 1, 0), (400, 0, 0, 0, -1, 3, 8, 4, 2**32)
     written = append(batch, positions, ints(target, 77, -1, 2, 3), (0, 2, 3))
     assert written == [[2, 0], [2, 3]]
     # Written by the token of request 1 alone, not by that after the last of request 0.
@@ -187,8 +188,26 @@ def test_tokens_without_a_place_are_not_written(target, monkeypatch):
     # Rows of a block table that are 2 wide and 3 apart.
     table = ints(target, 2, 0, 1, 3, 1, 1).view(2, 3)[:, :2]
     assert append(batch, positions, table, (0, 1, 4)) == [[1, 0], [3, 0], [3, 3]]
+    # The column after the last one of request 0; the request, entry and page after the last.
+    assert append((0,), (8,), table, (0, 3, 4)) == []
+    pages = ints(target, 0, 1, 2, 3, 4)
+    assert append((2,), (0,), pages, (0, 2, 3)) == append((1,), (4,), pages[:3], (0, 2, 5)) == []
+    assert append((1,), (8,), pages, (0, 2, 5)) == []
+    assert not memory[4].any()
     # Page 2 of request 1, which has two columns; page 1 of request 0, which has one page.
     assert append((1,), (8,), table, (0, 1, 4)) == append((0,), (4,), table, (0, 1, 4)) == []
+
+
+def test_append_of_more_tokens_than_a_task_has(target):
+    """Tasks of the CPU have 64 KiB; the last one of 100 tokens is shorter."""
+    rows = torch.randn(100, 8, 128, device=target.device).half()
+    cache = rows.new_zeros(25, 2, 4, 8, 128)
+    tokens = torch.arange(100, dtype=torch.int32, device=target.device)
+    preflash.append_paged_kv_cache(
+        rows, 2 * rows, 0 * tokens, tokens, cache, tokens[:25], ints(target, 0, 25), ints(target, 4)
+    )
+    assert torch.equal(cache[:, 0].reshape(rows.shape), rows)
+    assert torch.equal(cache[:, 1].reshape(rows.shape), 2 * rows)
 
 
 def arguments(target) -> dict:

@@ -29,6 +29,7 @@ struct call {
 #define ROWS_OF_SEGMENT(X)                                                                         \
   X(c->segment.size = 0, BAD, "INIT macro")                                                        \
   X(c->segment.size = (size_t)1 << 40, BAD, "INIT macro")                                          \
+  X(c->segment.size = sizeof c->segment - 4, BAD, "INIT macro")                                    \
   X(c->segment.num_qo_heads = 0, BAD, "num_qo_heads")                                              \
   X(c->segment.num_qo_heads = -4, BAD, "num_qo_heads")                                             \
   X(c->segment.num_kv_heads = 0, BAD, "num_kv_heads")                                              \
@@ -43,10 +44,14 @@ struct call {
   X(c->segment.o_dtype = PREFLASH_BFLOAT16, BAD, "o_dtype = bf16")                                 \
   X(c->segment.q_dtype = PREFLASH_FLOAT8_E5M2, BAD, "q_dtype = e5m2")                              \
   X(c->segment.kv_dtype = PREFLASH_BFLOAT16, BAD, "kv_dtype = bf16 with")                          \
+  X((c->segment.q_dtype = PREFLASH_FLOAT8_E4M3, c->segment.kv_dtype = PREFLASH_FLOAT8_E5M2,        \
+     c->segment.o_dtype = PREFLASH_FLOAT16),                                                       \
+    BAD, "kv_dtype = e5m2 with q_dtype = e4m3")                                                    \
   X(c->segment.reserved = 1, BAD, "reserved = 1")                                                  \
   X(c->segment.soft_cap = 1e-30f, BAD, "soft_cap")                                                 \
   X(c->segment.soft_cap = 3e38f, BAD, "soft_cap")                                                  \
   X((c->segment.position = PREFLASH_ROPE, c->segment.rope_scale = 1e-12), BAD, "1024 radians")     \
+  X((c->segment.position = PREFLASH_ROPE, c->segment.rope_theta = 1e-6), BAD, "1024 radians")      \
   X((c->segment.causal = 0, c->segment.custom_mask = 1, c->segment.kv_lens = kQo), BAD, "kv_lens") \
   X((c->segment.causal = 0, c->segment.custom_mask = 1, c->segment.graph_max_rows = 9), BAD,       \
     "graph_max_rows")                                                                              \
@@ -68,6 +73,7 @@ struct call {
   X(c->segment.kv_indptr = kNegative, BAD, "kv_indptr")                                            \
   X(c->segment.page_size = -1, BAD, "page_size = -1")                                              \
   X(c->segment.page_size = 0, BAD, "page_size = 0")                                                \
+  X((c->segment.page_size = 0, c->segment.last_page_len = NULL), BAD, "or page_indices")           \
   X(c->segment.last_page_len = NULL, BAD, "last_page_len is NULL")                                 \
   X(c->segment.last_page_len = kNone, BAD, "last_page_len")                                        \
   X(c->segment.last_page_len = kLong, BAD, "last_page_len")                                        \
@@ -79,6 +85,7 @@ struct call {
   X(c->num_segments = 0, BAD, "num_segments = 0")                                                  \
   X(c->num_segments = 3, BAD, "num_segments = 3")                                                  \
   X(c->backend = (preflash_backend)8, BAD, "no preflash_backend")                                  \
+  X(c->backend = (preflash_backend)4, BAD, "no preflash_backend")                                  \
   X(c->backend = PREFLASH_FA3, BAD, "does not run on device -1")                                   \
   X(c->backend = PREFLASH_FA2, BAD, "does not run on device -1")
 #define ROWS_OF_PLAN(X)                                          \
@@ -102,11 +109,13 @@ struct call {
   X(c->tensors.v.stride_page = -64, BAD, "v has a stride of -64")                                  \
   X(c->tensors.k.num_pages = 0, BAD, "on 0 pages")                                                 \
   X(c->tensors.k.num_pages = 2, BAD, "x 4 and 6 x 4")                                              \
+  X(c->tensors.v.num_tokens = 3, BAD, "x 4 and 6 x 3")                                             \
   X((c->tensors.k.num_pages = 3, c->tensors.v.num_pages = 3), BAD, "page")                         \
   X((c->tensors.k.num_tokens = 3, c->tensors.v.num_tokens = 3), BAD, "pages of 4")                 \
   X(c->tensors.q.num_pages = 2, BAD, "")                                                           \
   X(c->tensors.out.stride_head = 0, BAD, "out has a stride of 0")                                  \
   X(c->tensors.out.stride_token = DIM * 2, BAD, "rows would overlap")                              \
+  X(c->tensors.out.stride_token = DIM * HEADS - 4, BAD, "rows would overlap")                      \
   X(c->tensors.out.data = c->tensors.k.data, BAD, "out shares memory with k")                      \
   X(c->tensors.out.data = c->floats, BAD, "float_workspace_buffer")                                \
   X(c->tensors.sm_scale = 3e38f, BAD, "sm_scale")                                                  \
@@ -117,6 +126,9 @@ struct call {
      c->tensors.lse_stride_head = 1),                                                              \
     BAD, "lse shares memory with q")                                                               \
   X((c->tensors.lse = c->floats, c->tensors.lse_stride_token = 0, c->tensors.lse_stride_head = 0), \
+    BAD, "lse has strides")                                                                        \
+  X((c->tensors.lse = c->floats, c->tensors.lse_stride_token = HEADS - 1,                          \
+     c->tensors.lse_stride_head = 1),                                                              \
     BAD, "lse has strides")
 
 struct row {

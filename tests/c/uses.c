@@ -65,6 +65,32 @@ static preflash_status computed(const preflash_segment* s, const preflash_tensor
   return status;
 }
 
+/* Plans that share memory, one after the other, and plans that a CUDA graph may hold. */
+static void share_memory(const preflash_segment* s, const preflash_tensors* t) {
+  preflash_memory m = PREFLASH_MEMORY_INIT;
+  preflash_plan* plans[2] = {NULL, NULL};
+  expect(preflash_sizes(DEVICE, PREFLASH_AUTO, s, 1, &m) == PREFLASH_OK, "sizes");
+  const size_t size = 2 * m.int_bytes, room = m.float_bytes;
+  void *ints = device_memory(size), *floats = device_memory(room);
+  preflash_segment batch = *s;
+  for (int i = 0; i < 3; ++i) {
+    preflash_plan** plan = &plans[i % 2];
+    if (i < 2) expect(preflash_plan_create(DEVICE, plan) == PREFLASH_OK, "a plan");
+    preflash_plan_batch(*plan, PREFLASH_AUTO, s, 1, ints, size, room, NULL);
+    expect(preflash_run(*plan, t, 1, floats, room, NULL) == PREFLASH_OK, "the last plan");
+  }
+  expect(preflash_run(plans[1], t, 1, floats, room, NULL) != PREFLASH_OK, "an overwritten plan");
+  batch.graph_max_rows = ROWS;
+  for (int window = -1; window < 9; window += 9) {
+    batch.window_left = window;
+    expect((preflash_plan_batch(plans[0], PREFLASH_AUTO, &batch, 1, ints, size, 0, NULL) ==
+            PREFLASH_OK) == (window < 0),
+           "other options than those of a graph's plan");
+  }
+  preflash_plan_destroy(plans[0]), preflash_plan_destroy(plans[1]);
+  device_free(ints), device_free(floats);
+}
+
 /* What a caller of a later release passes: members behind those of this one. */
 struct later_segment {
   preflash_segment known;
@@ -91,6 +117,43 @@ int main(void) {
   expect(computed(segments, layers, 2) == PREFLASH_OK, "prefill beside decode");
   expect(memcmp(both[0], out, 4 * SIZE) == 0, "the prefill of both");
   expect(memcmp(both[1], decode, 8 * HEADS * DIM) == 0, "the decode batch of both");
+
+  /* Each segment's own numbers of keys, and its own kernel. */
+  const int32_t lengths[] = {KEYS - 11, 20, 5};
+  int32_t* kv_lens = device_memory(sizeof lengths);
+  copy(kv_lens, lengths, sizeof lengths);
+  preflash_segment bounds[] = {prefill, two};
+  bounds[0].kv_lens = kv_lens, bounds[1].kv_lens = kv_lens + 1;
+  bounds[1].position = PREFLASH_ALIBI;
+  float* alone[] = {values(SIZE), values(2 * HEADS * DIM)};
+  expect(computed(bounds, layers, 2) == PREFLASH_OK, "numbers of keys of two segments");
+  for (int i = 0; i < 2; ++i) {
+    preflash_tensors one = layers[i];
+    one.out.data = alone[i];
+    expect(computed(&bounds[i], &one, 1) == PREFLASH_OK, "numbers of keys of one segment");
+    expect(memcmp(both[i], alone[i], i ? 8 * HEADS * DIM : 4 * SIZE) == 0, "each reads its own");
+  }
+
+  /* Outputs of one segment on memory of the other. */
+  preflash_tensors shared[] = {layers[0], layers[1]};
+  shared[0].lse = shared[1].lse = alone[0];
+  shared[0].lse_stride_token = shared[1].lse_stride_token = HEADS;
+  shared[0].lse_stride_head = shared[1].lse_stride_head = 1;
+  expect(computed(segments, shared, 2) == PREFLASH_INVALID_ARGUMENT, "one lse for both");
+  shared[0] = layers[0], shared[1] = layers[1];
+  shared[0].out.data = shared[0].q.data = shared[1].q.data = alone[0];
+  expect(computed(segments, shared, 2) == PREFLASH_INVALID_ARGUMENT, "out on the other's q");
+  share_memory(&prefill, &of_prefill);
+
+  /* Values of one argument that are right or wrong by those of another. */
+  preflash_tensors scale = of_prefill, few_keys = of_prefill;
+  preflash_segment alibi = prefill, capped = prefill;
+  alibi.position = PREFLASH_ALIBI, scale.sm_scale = 0.0f, scale.out.data = alone[0];
+  expect(computed(&alibi, &scale, 1) == PREFLASH_OK, "ALiBi alone");
+  capped.soft_cap = 1e-6f, scale.sm_scale = 1e33f;
+  expect(computed(&capped, &scale, 1) == PREFLASH_INVALID_ARGUMENT, "an infinite scale / soft_cap");
+  few_keys.k.num_tokens = few_keys.v.num_tokens = KEYS - 1;
+  expect(computed(&prefill, &few_keys, 1) == PREFLASH_INVALID_ARGUMENT, "fewer keys than planned");
 
   /* Two segments of a later release, whose members behind ours are 0. */
   struct later_segment later[] = {{prefill, 0}, {two, 0}};
@@ -140,10 +203,24 @@ int main(void) {
   unserved.head_dim_qk = 24, unserved.q_dtype = unserved.o_dtype = PREFLASH_FLOAT16;
   expect(preflash_find_variant(DEVICE, PREFLASH_AUTO, &unserved, 1, &name) != PREFLASH_OK,
          "options without a kernel");
+  preflash_segment mixed[] = {prefill, prefill};
+  mixed[1].q_dtype = mixed[1].kv_dtype = mixed[1].o_dtype = PREFLASH_FLOAT16;
+  expect(preflash_find_variant(DEVICE, PREFLASH_AUTO, mixed, 2, &name) == PREFLASH_OK &&
+             strstr(name, "f32_") && strstr(name, "f16_"),
+         "the names of two segments");
+  unserved.head_dim_qk = DIM;
+  unserved.q_dtype = unserved.kv_dtype = unserved.o_dtype = PREFLASH_FLOAT8_E4M3;
+  expect(preflash_find_variant(DEVICE, PREFLASH_AUTO, &unserved, 1, &name) !=
+             PREFLASH_INVALID_ARGUMENT,
+         "8 bits in and out");
+  expect(preflash_find_variant(-2, PREFLASH_AUTO, &prefill, 1, &name) == PREFLASH_INVALID_ARGUMENT,
+         "a device that cannot be");
   expect(preflash_set_kernel_directory(NULL) == PREFLASH_INVALID_ARGUMENT, "no directory");
   expect(preflash_abi_version() == PREFLASH_ABI_VERSION, "the version");
-  float* all[] = {q, k, v, out, other, decode_q, decode, both[0], both[1], wide, lse};
+  float* all[] = {q,       k,       v,    out, other,    decode_q, decode,
+                  both[0], both[1], wide, lse, alone[0], alone[1]};
   for (size_t i = 0; i < sizeof all / sizeof all[0]; ++i) device_free(all[i]);
+  device_free(kv_lens);
   printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -90,6 +90,16 @@ def test_records_that_cannot_be_taken_are_refused(room, device, message):
     assert not records.any()
 
 
+def test_launches_share_the_room():
+    _, ((_, _, count),), _ = traced(lambda: prefill(300, 300))
+    records = torch.zeros(2 * count, _WORDS, dtype=torch.int64)
+    trace = _core.Trace(records.data_ptr(), 2 * count - 1, -1)
+    trace.start()
+    prefill(300, 300)
+    with pytest.raises(ValueError, match=f"room for {count - 1} more records"):
+        prefill(300, 300)
+
+
 def test_read_spans_of_every_field():
     record = torch.zeros(3, _WORDS, dtype=torch.int64)
     words, halves = record.view(torch.int32), record.view(torch.int16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from preflash import _core
 
@@ -137,6 +139,7 @@ def test_options_refuse(changes, match):
     [
         ({}, {}),
         ({"soft_cap": 30.0}, CAP),
+        ({"soft_cap": 1e-6}, CAP),
         ({"position": _core.Position.alibi}, ALIBI),
         ({"position": _core.Position.rope}, ROPE),
         ({"mask": _core.Mask.custom}, CUSTOM),
@@ -310,6 +313,7 @@ def test_the_wanted_tile_class_is_taken_where_compiled(sm80_ids, tile_class):
 OF_CPU = ["Compiled for it", "logits any, position any, mask any"]
 MISSES = [
     (NO_KERNEL, [*OF_CPU, 'backend "cpu"', "head_dim 520", "the same with head_dim 512"]),
+    (NO_KERNEL | {"segments": "two"}, [*OF_CPU, "the same with head_dim 512"]),
     ({"kv_dtype": "float32"},
      [*OF_CPU, "kv dtype float32", "the same with", "kv dtype float16 or"]),
     ({"q_dtype": "float8_e5m2", "kv_dtype": "float8_e5m2"},
@@ -339,6 +343,8 @@ def test_a_miss_names_the_request_what_is_compiled_and_a_way_out(changes, names)
     assert _core.find_id(wanted) is None
     sentence = _core.find_error(wanted)
     assert [name for name in names if name not in sentence] == []
+    if _core.find_in_matrix(wanted) is None:
+        assert "PREFLASH_PRESET" not in sentence
 
 
 def test_an_absent_family_says_which_library_is_missing():
@@ -375,5 +381,6 @@ def test_a_variant_outside_the_preset_points_to_the_full_one(sm80_ids, matrix):
 
 def test_the_library_directory_is_fixed_once_used():
     _core.kernels()
+    _core.set_library_dir(str(Path(_core.__file__).parent / "lib"))  # as it is
     with pytest.raises(Exception, match="before the first plan"):
         _core.set_library_dir("/nonexistent")

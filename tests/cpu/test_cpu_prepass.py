@@ -82,6 +82,20 @@ def test_queries_in_place():
     assert torch.equal(q[:rows], out[:rows])
 
 
+@pytest.mark.parametrize("change", [ROPE, {"kv_dtype": E4M3}])
+def test_the_first_request_begins_later(change):
+    """Rows before it belong to no request."""
+    inputs = build(dataclasses.replace(BASE, **change))
+    nan = (
+        torch.cat([torch.full_like(t[:5], torch.nan), t]) for t in (inputs.q, inputs.k, inputs.v)
+    )
+    later = dict(zip("qkv", nan, strict=True))
+    begins = {name: getattr(inputs, name) + 5 for name in ("qo_indptr", "kv_indptr")}
+    wrapper = runner.planned(dataclasses.replace(inputs, **later, **begins), backend="cpu")
+    out, lse = wrapper.run(**later, return_lse=True)
+    runner.compare(inputs, out[5:], lse[5:]).check()
+
+
 def test_copies_are_made_where_the_workspace_has_room():
     inputs = build(dataclasses.replace(BASE, kv_dtype=E4M3))
     positional, options = runner.plan_arguments(inputs)

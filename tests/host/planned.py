@@ -306,8 +306,7 @@ def _check_merges_of(plan: Planned, index: int) -> None:
     by_row, merged = dict(zip(begins, partials, strict=True)), []
     for merge in own(plan.merges):
         if merge["num_chunks"] == 0:
-            rows = int(plan.requests[merge["request"]]["qo_len"]) * plan.group_of(merge)
-            assert merge["row_begin"] >= rows, "a surplus merge must have no rows"
+            assert not plan.rows_of(merge), "a surplus merge must have no rows"
             continue
         assert merge["num_chunks"] > 1
         first, rows = int(merge["first_row"]), plan.partial_rows_of(merge)

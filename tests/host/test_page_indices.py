@@ -9,9 +9,15 @@ COUNTS = (*range(40), 63, 64, 65)
 
 def batch_of(begin: int, end: int) -> _core.Batch:
     """Returns a batch of one request that owns the pages [begin, end)."""
-    arrays = [np.array(values, "<i4") for values in ([0, 1], [begin, end], [1])]
+    return batch_of_pages([begin, end])
+
+
+def batch_of_pages(indptr: list[int]) -> _core.Batch:
+    """Returns a batch of requests that own the pages [indptr[i], indptr[i + 1])."""
+    n = len(indptr) - 1
+    arrays = [np.array(values, "<i4") for values in (range(n + 1), indptr, [1] * n)]
     addresses = (array.ctypes.data for array in arrays)
-    return _core.Batch(_core.BatchArrays(*addresses, num_requests=1), page_size=16)
+    return _core.Batch(_core.BatchArrays(*addresses, num_requests=n), page_size=16)
 
 
 @pytest.mark.parametrize("begin", [0, 3])
@@ -37,3 +43,20 @@ def test_every_position_counts(count):
         for find in (batch.set_page_indices, batch.largest_page_of):
             with pytest.raises(ValueError, match=f"paged_kv_indices holds {pages[position]};"):
                 find(pages.ctypes.data, count)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_every_page_of_a_block_table_counts(last):
+    """Entries that no request owns do not."""
+    batch, table = batch_of_pages([0, 2, 3]), np.full((2, 4), 99, "<i4")
+    batch.use_block_table(4)
+    table[0, :2], table[1, 0] = [1, 5 - last], 4 + last
+    assert batch.largest_page_of(table.ctypes.data, table.size) == 5
+    assert batch.page_entries == 5
+
+
+def test_block_tables_have_fewer_elements_than_int32_counts():
+    batch = batch_of_pages([0, 2, 3])
+    batch.use_block_table(2**30 - 1)
+    with pytest.raises(ValueError, match="a block table of 2 rows that are 1073741824"):
+        batch.use_block_table(2**30)

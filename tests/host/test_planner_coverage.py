@@ -108,6 +108,11 @@ def test_windows_of_fewer_keys_than_planned(seed):
     check_covered(dataclasses.replace(made, requests=requests))
 
 
+def test_long_windows_of_upper_bounds_are_split():
+    window = {"window_left": 30000, "lengths_are_upper_bounds": True}
+    assert plan(**ragged([1], [60000], **window)).sizes["num_merges"] > 0
+
+
 @pytest.mark.parametrize("seed", range(120))
 def test_random_pairs(seed):
     check(plan(**drawn_pair(seed)[1]))

@@ -94,6 +94,14 @@ def test_tiles_of_a_mask_never_move(seed, num_qo_heads, num_kv_heads):
     assert len({*counts}) == 1
 
 
+def test_short_requests_have_tiles_of_a_mask_each():
+    """Nine requests need nine words; one request with as many tokens and bits needs one."""
+    options = {"graph_max_rows": 9, "graph_mask_bytes": 9, "mask_tiles": True, "tile_m": 64}
+    one = ragged([9] + [0] * 8, [8] + [0] * 8, mask_indptr=[0] + [9] * 9, **options)
+    made = plan(**one), plan(**ragged([1] * 9, [1] * 9, mask_indptr=list(range(10)), **options))
+    assert made[0].layout == made[1].layout
+
+
 # Lengths, options, and sizes that the plan must have.
 RESERVED = {
     # Requests one row over a tile each make the most query tiles.
@@ -108,6 +116,25 @@ RESERVED = {
         {"num_qo_heads": 7, "num_kv_heads": 1, "family": "sm90", "tile_m": 128,
          "graph_max_rows": 4 * 19, "disable_split_kv": True},
         {"num_items": 8},
+    ),
+    # Two rows from the last one of a tile on are in two tiles.
+    "worst batch of tiles at fixed positions": (
+        ([2] * 4, [65] * 4),
+        {"num_qo_heads": 2, "graph_max_rows": 8, "aligns_query_tiles": True,
+         "disable_split_kv": True},
+        {"num_items": 4 * 2 * 2},
+    ),
+    "surplus merges of tiles at fixed positions": (
+        ([3, 2], [70, 500]),
+        {**GQA, "graph_max_rows": 20, "tile_m": 16, "aligns_query_tiles": True,
+         "fixed_split_size": 64},
+        {"num_partial_rows": (128 << 20) // (128 * 4 + 8)},
+    ),
+    # 272 items on 264 slots would gain by a split, for which there are too few merges.
+    "a merge for each slot": (
+        ([1] * 34, [4096] * 34),
+        {"num_qo_heads": 32, "num_kv_heads": 8, "graph_max_rows": 34},
+        {"num_merges": 264},
     ),
     # The 65th row of a request has a tile of its own, split like the first.
     "tiles of one row": (

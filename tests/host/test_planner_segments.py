@@ -101,6 +101,14 @@ def test_the_smaller_number_of_ctas_counts():
     assert loads[:2].sum() < 0.85 * loads.sum() < loads[:3].sum()
 
 
+@pytest.mark.parametrize("schedule", ["persistent", "one_per_item"])
+def test_equal_items_of_segments_with_other_numbers_of_heads(schedule):
+    """36 items of a KV tile on twelve slots."""
+    pair = [segment([1] * 6, [64] * 6, num_qo_heads=n, num_kv_heads=n) for n in (2, 4)]
+    made = launch(*pair, schedule=schedule, num_sms=6)
+    assert made.sizes["makespan_kv_tiles"] == 3 * (1 + ITEM_COST)
+
+
 MANY = [prefill([900] * 6, [900] * 6, ctas_per_sm=1), decode(300, 700, ctas_per_sm=1)]
 
 

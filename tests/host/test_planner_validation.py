@@ -62,6 +62,8 @@ CHANGES = [
     (RAGGED, {"chunk_size": -4}, r"chunk_size = -4.*power of two"),
     (RAGGED, {"chunk_size": 48}, r"chunk_size = 48.*power of two"),
     (RAGGED, {"fixed_split_size": -7}, r"fixed_split_size = -7"),
+    (RAGGED, {"fixed_split_size": 64, "window_left": 9, "lengths_are_upper_bounds": True},
+     r"fixed_split_size = 64: keys under a window \(window_left = 9\)"),
     (RAGGED, {"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),
     (RAGGED, {"graph_max_rows": -1}, r"graph_max_rows = -1"),
     (RAGGED, {"graph_max_rows": 7}, r"qo_indptr\[-1\] - qo_indptr\[0\] = 8.* 7 "),
@@ -126,6 +128,8 @@ GRAPH_SPLIT = ragged([1], [640], **heads(8, 2), graph_max_rows=1, fixed_split_si
 GRAPH_BYTES = partial_bytes(10 * 2 * 4)
 SPLIT_PAIR = [segment([1] * n, [4000] * n, num_qo_heads=16, fixed_split_size=512) for n in (8, 4)]
 PAIR_BYTES = [partial_bytes(n * 16 * 8) for n in (8, 4)]  # of requests, heads, chunks
+# Each segment of a graph has half of the workspace.
+GRAPH_PAIR = [one | {"graph_max_rows": n} for one, n in zip(SPLIT_PAIR, (8, 4), strict=True)]
 
 
 def room(case: dict, num_bytes: int) -> dict:
@@ -173,6 +177,7 @@ PLANS = [
         for left in (sum(PAIR_BYTES) - 16, PAIR_BYTES[0])
     ),
     (room({"segments": SPLIT_PAIR}, PAIR_BYTES[0] - 16), "fixed_split_size = 512 needs"),
+    (room({"segments": GRAPH_PAIR}, 2 * PAIR_BYTES[0] - 32), f"needs {2 * PAIR_BYTES[0]} bytes"),
 ]  # fmt: skip
 
 
@@ -192,8 +197,9 @@ def test_plans_that_are_too_large(case, message):
         (SMALL_SPLIT, SMALL_BYTES),
         (GRAPH_SPLIT, GRAPH_BYTES),
         ({"segments": SPLIT_PAIR}, sum(PAIR_BYTES)),
+        ({"segments": GRAPH_PAIR}, 2 * PAIR_BYTES[0]),
     ],
-    ids=["one", "graph", "pair"],
+    ids=["one", "graph", "pair", "graph of a pair"],
 )
 def test_a_workspace_that_just_suffices(case, num_bytes):
     made = plan(**room(case, num_bytes))

@@ -349,7 +349,7 @@ def test_refused_where_no_kernel_serves_the_gpu(flashinfer, monkeypatch, cuda, c
     ("architectures", "capability", "serves"),
     [
         ("80;90", 100, False), ("80;90+PTX", 100, True), ("80;90a", 100, False),
-        ("80", 89, True), ("80", 75, False),
+        ("80", 89, True), ("80", 75, False), ("100a", 103, False),
     ],
 )  # fmt: skip
 def test_architectures_that_serve_a_gpu(architectures, capability, serves):

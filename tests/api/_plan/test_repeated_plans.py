@@ -157,6 +157,12 @@ def resized(value: torch.Tensor, nbytes: int) -> torch.Tensor:
     return value
 
 
+def short_from_an_offset(value: torch.Tensor) -> torch.Tensor:
+    value = torch.cat([value[:1], value])[1:]
+    value.untyped_storage().resize_(value.nbytes)
+    return value
+
+
 UNUSUAL = {
     "list": torch.Tensor.tolist,
     "none": lambda value: None,
@@ -170,6 +176,7 @@ UNUSUAL = {
     "negative view": lambda value: torch._neg_view(value.clone()),
     "freed": lambda value: resized(value, 0),
     "short of storage": lambda value: resized(value, value.nbytes - 4),
+    "short of storage from an offset": short_from_an_offset,
     "shorter": lambda value: value[:-1],
     "part of a larger one": lambda value: torch.cat([value[:1], value, value[:1]])[1:-1],
     "negative": lambda value: -value,
@@ -262,12 +269,13 @@ def test_an_interrupt_of_a_mode_is_not_lost(target):
 
 
 @on_the_cpu
-def test_memory_of_another_workspace(target):
-    """The caller's float buffer is another one: plan() reads its size again."""
-    buffer = runner.workspace(size=1 << 20)
-    inputs, wrapper = unplanned(PAGED, target, buffer=buffer)
+@pytest.mark.parametrize("other", [lambda buffer: torch.empty_like(buffer[:16]), lambda b: b[:16]])
+def test_memory_of_another_workspace(target, other):
+    """The caller's float buffer is another one, or shorter: plan() reads its size again."""
+    buffer, case = runner.workspace(size=1 << 20), dataclasses.replace(PAGED, kv_lens=(4000, 0, 64))
+    inputs, wrapper = unplanned(case, target, buffer=buffer)
     runner.plan(wrapper, inputs)
-    buffer.data = torch.empty(16, dtype=torch.uint8)
+    buffer.data = other(buffer)
     runner.plan(wrapper, inputs)
     check_run(inputs, wrapper)
 
@@ -304,6 +312,35 @@ def test_replaced_plans_are_freed(target):
 
 
 # --- Decode ------------------------------------------------------------------
+
+
+@on_the_cpu
+@pytest.mark.parametrize("change", [lambda t: t[:, :-1], lambda t: t.clone().fill_(-1)])
+def test_block_tables_that_are_too_narrow_or_negative(target, change):
+    inputs, wrapper = unplanned(PAGED, target)
+    table = block_table(inputs, target)[:, :4].contiguous()
+    runner.plan(wrapper, dataclasses.replace(inputs, indices=table))
+    with pytest.raises(ValueError, match="paged_kv_indices"):
+        runner.plan(wrapper, dataclasses.replace(inputs, indices=change(table)))
+
+
+def test_an_option_that_is_left_out_again():
+    wrapper, inputs = decode_wrapper(), of_decode((40, 7, 64))
+    arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+    for _ in range(2):
+        wrapper.plan(*arrays, *SMALL, q_data_type=DECODE.dtype, window_left=5)
+    plan_decode(wrapper, inputs)
+    out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True)
+    runner.compare(inputs, out, lse).check()
+
+
+def test_fewer_requests_than_rows_that_passed():
+    wrapper, inputs = decode_wrapper(), of_decode((40, 7, 64))
+    for one in (inputs, of_decode((40, 7), qo_lens=(1, 1))):
+        plan_decode(wrapper, one)
+        wrapper.run(one.q, inputs.cache)
+    with pytest.raises(ValueError, match="q has 3 rows"):
+        wrapper.run(inputs.q, inputs.cache)
 
 
 def test_decode_with_other_queries_after_a_repeated_plan():

@@ -27,6 +27,11 @@ def a_row_after_q(inputs, workspace):
     return {"q": memory[:-1], "out": memory[1:]}
 
 
+def q_of_other_strides(inputs, workspace):
+    memory = torch.cat([inputs.q, inputs.q], 1)
+    return {"q": memory[:, :HEADS], "out": on(memory, inputs.q)}
+
+
 def lse_in_out(inputs, workspace):
     out = torch.empty_like(inputs.q)
     return {"out": out, "lse": on(out, out, lse=True)}
@@ -47,6 +52,7 @@ SHARED = [
     (by_name("out", "v"), "out shares memory with v"),
     (by_name("lse", "q"), "lse shares memory with q"),
     (a_row_after_q, "out shares memory with q"),
+    (q_of_other_strides, "out shares memory with q"),
     (lse_in_out, "lse shares memory with out"),
     # A later plan may use the workspace if this one does not, and graphs reserve memory there.
     *(
@@ -134,9 +140,10 @@ def test_parts_of_one_packed_tensor(target, dim):
     runner.compare(inputs, out[:TOKENS], None).check()
     with pytest.raises(ValueError, match="out shares memory with k"):
         wrapper.run(q[:TOKENS], k, v, out=k[1 : TOKENS + 1])
-    if dim == 2:  # begins in out's part and ends in v's
-        shifted = packed.view(-1)[2 * HEAD_DIM + 8 :]
-        with pytest.raises(ValueError, match="out shares memory with v"):
+    # Begins in out's part and ends in v's, or begins in k's and ends in out's.
+    for shift, name in [(8, "v"), (-8, "k")] if dim == 2 else []:
+        shifted = packed.view(-1)[2 * HEAD_DIM + shift :]
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
             wrapper.run(q[:TOKENS], k, v, out=shifted.as_strided(out[:TOKENS].shape, out.stride()))
 
 

@@ -432,7 +432,8 @@ def test_a_wrapper_that_is_gone_has_no_claim(target):
         check_run(inputs, wrapper)
 
 
-def test_a_smaller_plan_leaves_the_memory_after_it(target):
+@pytest.mark.parametrize("alignment", [1, 64])
+def test_a_smaller_plan_leaves_the_memory_after_it(target, alignment):
     """The int workspace holds the latest plan; another wrapper may use the memory after it."""
     memory = runner.workspace(target.device, 4 << 20)
     large = inputs_of(target, 0, qo_lens=(300, 200), kv_lens=(4000, 4000))
@@ -440,7 +441,7 @@ def test_a_smaller_plan_leaves_the_memory_after_it(target):
     first = with_int_workspace(target, large, memory)
     size = first._plan_info.int_bytes
     runner.plan(first, small)
-    begin = -(-first._plan_info.int_bytes // 64) * 64
+    begin = -(-first._plan_info.int_bytes // alignment) * alignment
     assert begin < size
     second = with_int_workspace(target, small, memory[begin:])
     for wrapper in (first, second):
