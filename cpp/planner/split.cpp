@@ -127,7 +127,7 @@ namespace {
 struct OpenTiles {
   std::int32_t longest = 0;
   std::int32_t shortest_chunk = 1;
-  std::int32_t short_chunk = 1;  // shorter ones are short
+  std::int32_t short_chunk = 1;  // chunks of fewer tiles are short (kShortChunkKeys)
 
   explicit OpenTiles(const SplitProblem& split) {
     for (int s = 0; s < split.segments.size(); ++s) {
@@ -140,6 +140,7 @@ struct OpenTiles {
   }
 };
 
+// True if short chunks pay (kShortChunkKeys).
 bool allows_short_chunks(const SplitEstimate& estimate, std::int64_t full_slots) {
   std::int64_t rows = 0;
   for (const SegmentEstimate& segment : estimate.segments) rows += segment.num_partial_rows;

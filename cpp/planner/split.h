@@ -11,10 +11,10 @@ namespace preflash {
 
 inline constexpr std::int32_t kMaxChunks = 32767;  // chunk numbers and their counts are int16
 inline constexpr std::int32_t kUnsplit = 1 << 30;  // a chunk length in tiles that none exceeds
-// The planner makes no shorter chunks.
+// The planner chooses no shorter chunks.
 inline constexpr std::int32_t kMinAutoChunkKeys = 64;
-// Chunks of fewer keys pay where every item has a CTA that has an SM's bandwidth to itself and few
-// rows are merged, as in a decode step of a few short requests: then they are the latency
+// Chunks of fewer keys are short. They pay where all items run at once, each with the bandwidth of
+// a CTA, and few partial rows are merged: in a decode step of a few requests
 // (measured: docs/dev/experiments/decode-and-split.md).
 inline constexpr std::int32_t kShortChunkKeys = 256;
 inline constexpr std::int64_t kMostRowsOfShortChunks = 4096;

@@ -186,7 +186,7 @@ def test_huge_logits_are_right_or_nan(sm_scale, return_lse):
     out = runner.run(wrapper, inputs, return_lse=return_lse, lse=None)
     out = (out[0] if return_lse else out).double()
     mean = inputs.v[:500].double().mean(0).repeat_interleave(2, 0).expand(out.shape)
-    right = (out - mean).abs() < 0.2  # the output has 8 bits
+    right = (out - mean).abs() < 0.11  # 3.3 % of 3, and bfloat16's roundoff
     assert (right | out.isnan()).all()
     assert (right if sm_scale == 50.0 else out.isnan()).all()
 

@@ -42,8 +42,8 @@ struct ForwardTraits {
   // the tensor core rounds it, times that factor (eight_bit_operands.cuh).
   static constexpr int kRowSumColumns = kTransposesV ? 8 : 0;
   static constexpr float kRowSumFactor = 1.25f;
-  // False: the launch stores no LSE, so the softmax does not add up P before it is rounded, which
-  // costs 4 %.
+  // True if the softmax adds up P before it is rounded, for an LSE. It takes 4 % of a tile's clocks
+  // (measured in a mock).
   static constexpr bool kAddsWeights = !requires { V::kWithoutLse; };
   static constexpr bool kHasFactors = kConverts || kTransposesV;
   static constexpr bool kChoosesOutput = kConverts || kTransposesV;
