@@ -11,8 +11,8 @@
 // same products make the row sums, of P and columns of kRowSumFactor, and these lose as much, so
 // that the bias cancels in the quotient. So does the rounding of P where one weight is most of a
 // row. A factor of 1.25 gives products as many bits as values of e4m3 have on average: 1 would
-// leave 60 % of the bias. Where signs of values vary O has no bias, and gets that of the sums, 1.1
-// % beside an error of 2.7 %. Measured: docs/dev/experiments/fp8-products.md.
+// leave 60 % of the bias. Where signs of values vary O has no bias and gets that of the sums, about
+// 1 % beside an error of 2.7 %. Measured: docs/dev/experiments/fp8-products.md.
 //
 // At head_dim 128 the sums of half of the columns lie in shared memory: beside S, P and O the
 // registers have no room for all.
