@@ -163,11 +163,10 @@ def test_plans_back_to_back_do_not_overwrite_each_other(backend, cases, arrays):
 @on_every_backend
 def test_long_page_lists_back_to_back(backend):
     """More of them than the wrapper keeps memory for. Each is uploaded twice, by its plan on a busy
-    stream, and at once by a run with another window on a stream that is not."""
-    cases = [
-        dataclasses.replace(LISTED, qo_lens=(3, 5, 0, 17), kv_lens=(9000 + 900 * i, 8000, 7, 170))
-        for i in range(8)
-    ]
+    stream, and at once by a run with another window on a stream that is not. Keys are not split:
+    two runs at once would both write partial results to the wrapper's workspace."""
+    whole = dataclasses.replace(LISTED, qo_lens=(3, 5, 0, 17), disable_split_kv=True)
+    cases = [dataclasses.replace(whole, kv_lens=(9000 + 900 * i, 8000, 7, 170)) for i in range(8)]
     made = [build(case, device="cuda", index_device="cpu", seed=i) for i, case in enumerate(cases)]
     wrapper = runner.make_wrapper(LISTED, backend=backend, device="cuda")
     expected = []
