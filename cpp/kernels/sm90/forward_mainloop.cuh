@@ -81,8 +81,9 @@ struct ForwardMainloop {
   using FirstTile = typename TilesOf<Traits>::First;
 
   // A work item as one warpgroup sees it.
-  struct Item : ItemOf<Traits::kSegments> {
+  struct Item : SegmentOfItem<Traits::kSegments> {
     int slot = 0;           // of smem.items
+    bool idle = false;      // this warpgroup has no rows, and computes nothing
     TileRange own;          // the tiles that this warpgroup's rows touch
     int skipped_first = 0;  // tiles before them, in the order of the loop
     int skipped_last = 0;   // tiles after them
@@ -346,9 +347,10 @@ struct ForwardMainloop {
     Item item;
     item.slot = slot;
     if (begin == end) return item;
-    if constexpr (Traits::kSegments > 1) {
-      item.segment = warp_uniform(state.request.segment);
-      item.idle = warp_uniform(state.num_rows) <= warpgroup * kWarpgroupRows;
+    if constexpr (Traits::kSegments > 1) item.segment = warp_uniform(state.request.segment);
+    if constexpr (Traits::kMayIdle) {
+      item.idle =
+          warp_uniform(state.num_rows) <= warpgroup * kWarpgroupRows && idles(state, end - begin);
       if (item.idle) {
         item.own = {begin, begin, end, end};
         return item;
@@ -361,6 +363,13 @@ struct ForwardMainloop {
       item.skipped_last = item.own.begin - begin;
     }
     return item;
+  }
+  // True if idleness gains more than it delays, at its begin and end: in short items it does not,
+  // nor among a request's other query tiles (docs/dev/experiments/fa3-main-loop.md).
+  CUTE_DEVICE static bool idles(const ItemState& state, int tiles) {
+    constexpr int kFewestTiles = 8;
+    return Traits::kSegments > 1 ||
+           (warp_uniform(state.item.row_begin) == 0 && tiles >= kFewestTiles);
   }
   CUTE_DEVICE void release_item(const Item& item) {
     order_memory_accesses();

@@ -56,16 +56,14 @@ CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
   return Traits::kConverts && (!Traits::kSliced || only_dequantizes<Traits>(params));
 }
 
-// A consumer warpgroup's fields of a work item in a launch of kSegments segments.
+// Segment of a work item, in a launch of kSegments.
 template <int kSegments>
-struct ItemOf {
+struct SegmentOfItem {
   int segment = 0;
-  bool idle = false;  // the warpgroup has no row of the item
 };
 template <>
-struct ItemOf<1> {
+struct SegmentOfItem<1> {
   static constexpr int segment = 0;
-  static constexpr bool idle = false;  // memory limits a decode batch alone either way
 };
 
 CUTE_DEVICE int query_head(const HopperSegment& params, const WorkItem& item,
