@@ -55,7 +55,8 @@ def _ragged_cases() -> Iterator[Case]:
     yield Case("softcap_wide", (60, 31), (60, 200), 8, 2, 128, mask=_C, soft_cap=1e4)
     yield Case("softcap_tight", (60, 31), (60, 200), 4, 4, 256, soft_cap=1.5, sm_scale=0.5)
     yield Case("scale", (60, 31), (60, 200), 4, 2, 64, sm_scale=0.4, mask=_C)
-    yield Case("negative_scale", (20, 31), (60, 200), 4, 2, 64, sm_scale=-0.2)
+    for head_dim in (64, 128, 256):
+        yield Case("negative_scale", (20, 31), (60, 200), 4, 2, head_dim, sm_scale=-0.2)
     yield Case("custom", (60, 31, 7), (60, 200, 13), 4, 2, 128, mask=_CUSTOM)
     yield Case("custom_u8", (5, 1, 64), (67, 9, 129), 8, 1, 64, mask=_CUSTOM8, window_left=40)
     yield Case("packed", (13, 31, 7, 1), (13, 201, 13, 3), 4, 4, 128, mask=_PACKED)

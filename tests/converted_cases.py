@@ -2,6 +2,7 @@
 with every option, at the head dims that have loops of their own."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -86,7 +87,22 @@ def cases() -> Iterator[Case]:
                 )
 
 
+def decode_steps() -> Iterator[Case]:
+    """Decode steps over 8 bits have a kernel of their own on fa3: with every option."""
+    for option, head_dim in itertools.product(OPTIONS, (64, 128, 256)):
+        options = {"mask": MaskKind.CAUSAL, "kv_dtype": E4M3} | OPTIONS[option]
+        yield Case(f"step-{option}", *LENGTHS["decode"], 8, 2, head_dim, page_size=16, **options)
+
+
+def negative_positions() -> Iterator[Case]:
+    """Queries before the first key see keys where there is no mask."""
+    for what in ("rope", "rope_e4m3"):
+        options = WHAT[what] | {"mask": MaskKind.NONE}
+        yield Case(f"before-{what}", (150, 7), (64, 3), 4, 2, 128, **options)
+
+
 CASES = random.Random(26).sample(list(cases()), 320)  # on two backends they take a minute
+CASES += [*decode_steps(), *negative_positions()]
 
 
 def large_prefill(head_dim: int, **options) -> Case:

@@ -30,10 +30,10 @@ def check(packed, expected, target):
 
 @BIT_ORDERS
 @pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_packbits(target, n, bitorder, dtype):
+@pytest.mark.parametrize("value", [True, 5, 128], ids=["bool", "uint8", "highest bit"])
+def test_packbits(target, n, bitorder, value):
     bits = drawn(n, n)
-    x = (bits.to(dtype) * (1 if dtype is torch.bool else 5)).to(dtype)
+    x = bits.to(torch.bool if value is True else torch.uint8) * value
     packed = preflash.packbits(target.to(x), bitorder)
     check(packed, numpy.packbits(bits.numpy(), bitorder=bitorder), target)
 

@@ -5,7 +5,7 @@
 
 #include "device.h"
 
-enum { HEADS = 2, DIM = 8, KEYS = 40, ROWS = 9, SIZE = ROWS * HEADS * DIM };
+enum { HEADS = 2, DIM = 8, KEYS = 40, ROWS = 9, SIZE = ROWS * HEADS * DIM, LONG = 4000 };
 
 static int failures = 0;
 static void expect(int right, const char* what) {
@@ -22,7 +22,7 @@ static float* values(size_t count) {
 }
 
 static const int32_t kOne[] = {0, ROWS}, kDecode[] = {0, 1, 2}, kKeys[] = {0, KEYS},
-                     kTwo[] = {0, 30, KEYS};
+                     kTwo[] = {0, 30, KEYS}, kLong[] = {0, LONG}, kFull[] = {16};
 
 static preflash_segment segment(int num_requests, const int32_t* qo, const int32_t* kv) {
   preflash_segment s = PREFLASH_SEGMENT_INIT;
@@ -87,6 +87,17 @@ static void share_memory(const preflash_segment* s, const preflash_tensors* t) {
             PREFLASH_OK) == (window < 0),
            "other options than those of a graph's plan");
   }
+  /* The page size and the address of the pages are a graph's, too. */
+  int32_t* pages = device_memory(8 * sizeof *pages);
+  memset(pages, 0, 8 * sizeof *pages);
+  batch.window_left = -1, batch.kv_indptr = kDecode, batch.last_page_len = kFull;
+  for (int i = 0; i < 3; ++i) {
+    batch.page_size = i == 1 ? 32 : 16, batch.page_indices = pages + i / 2 * 4;
+    expect((preflash_plan_batch(plans[1], PREFLASH_AUTO, &batch, 1, ints, size, 0, NULL) ==
+            PREFLASH_OK) == (i == 0),
+           "other pages than those of a graph's plan");
+  }
+  device_free(pages);
   preflash_plan_destroy(plans[0]), preflash_plan_destroy(plans[1]);
   device_free(ints), device_free(floats);
 }
@@ -117,6 +128,15 @@ int main(void) {
   expect(computed(segments, layers, 2) == PREFLASH_OK, "prefill beside decode");
   expect(memcmp(both[0], out, 4 * SIZE) == 0, "the prefill of both");
   expect(memcmp(both[1], decode, 8 * HEADS * DIM) == 0, "the decode batch of both");
+
+  /* One row of many keys, which are split where there is more than one processor. */
+  preflash_segment row = segment(1, kDecode, kLong);
+  row.num_qo_heads = row.num_kv_heads = 1;
+  float* many = values(LONG * HEADS * DIM);
+  preflash_tensors of_row = layer(decode_q, many, many, both[0], 1);
+  of_row.k.num_tokens = of_row.v.num_tokens = LONG;
+  expect(computed(&row, &of_row, 1) == PREFLASH_OK, "sizes of keys that are split");
+  device_free(many);
 
   /* Each segment's own numbers of keys, and its own kernel. */
   const int32_t lengths[] = {KEYS - 11, 20, 5};

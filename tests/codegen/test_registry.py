@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -308,6 +311,18 @@ def test_the_wanted_tile_class_is_taken_where_compiled(sm80_ids, tile_class):
     assert _core.find_id(wanted) == wanted.id
 
 
+@pytest.mark.parametrize("mask", ["bounds", "custom"])
+def test_one_launch_of_two_segments_has_the_mask_of_the_first(sm80_ids, mask):
+    dtypes = dict.fromkeys(("q_dtype", "kv_dtype", "o_dtype"), _core.DType.bfloat16)
+    plain = _core.AttentionOptions(**SOME | {"soft_cap": 0.0} | dtypes | dims(128))
+    first, masked = (plain.replace(mask=getattr(_core.Mask, m)) for m in (mask, "custom"))
+    if _core.find_id(variant(family="sm80", **BF16, mask=mask, segments="two")) is None:
+        pytest.skip("not in this preset")
+    assert _core.find_joint_error(_core.Family.sm80, first, plain) is None
+    sentence = _core.find_joint_error(_core.Family.sm80, first, masked)
+    assert sentence.endswith('two plans, one for each; backend "cpu" (tensors on the CPU).')
+
+
 # --- misses ----------------------------------------------------------------------
 
 OF_CPU = ["Compiled for it", "logits any, position any, mask any"]
@@ -377,6 +392,19 @@ def test_a_variant_outside_the_preset_points_to_the_full_one(sm80_ids, matrix):
     misses = [one for one in wanted if _core.find_id(one) is None]
     assert misses
     assert all("PREFLASH_PRESET=full" in _core.find_error(one) for one in misses)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("version", [1, 10**6])
+def test_a_library_of_another_build_is_refused(version, tmp_path):
+    source, library = tmp_path / "table.c", tmp_path / "libpreflash_kernels_common.so"
+    table = f"int table[64] = {{{version}}};"
+    source.write_text(f"{table} int* preflash_device_services(void) {{ return table; }}")
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    code = "import sys; from preflash import _core; _core.set_library_dir(sys.argv[1]);"
+    command = [sys.executable, "-c", f"{code} print(_core.cuda_error())", tmp_path]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"{library} has kernel ABI {version}, this module needs" in printed
 
 
 def test_the_library_directory_is_fixed_once_used():

@@ -134,6 +134,13 @@ def test_split_and_unsplit_agree(case, size):
     assert torch.equal(whole[1] == -torch.inf, split[1] == -torch.inf)
 
 
+@pytest.mark.parametrize("split", [WHOLE, {"fixed_split_size": 64}], ids=["whole", "fixed"])
+def test_zeros_have_the_same_sign_in_every_split(split):
+    inputs = build(Case("zeros", (1,), (700,), 4, 1, 64))
+    wrapper = runner.planned(inputs, backend="cpu", **split)
+    assert wrapper.run(inputs.q, inputs.k, 0.0 * inputs.v, v_scale=-1.0).signbit().all()
+
+
 def test_the_workspace_is_for_the_chunks_of_a_split():
     """The tests above compare splits only if there are any."""
     inputs = build(Case("decode", (1,), (700,), 4, 1, 64))

@@ -94,6 +94,8 @@ def test_the_first_request_begins_later(change):
     wrapper = runner.planned(dataclasses.replace(inputs, **later, **begins), backend="cpu")
     out, lse = wrapper.run(**later, return_lse=True)
     runner.compare(inputs, out[5:], lse[5:]).check()
+    assert not out[:5].any()
+    assert (lse[:5] == -torch.inf).all()
 
 
 def test_copies_are_made_where_the_workspace_has_room():
@@ -104,6 +106,18 @@ def test_copies_are_made_where_the_workspace_has_room():
     assert needed >= 2 * sum(BASE.kv_lens) * BASE.num_kv_heads * BASE.head_dim * 2
     for size in (needed - 128, needed):
         check({"kv_dtype": E4M3}, copies=size == needed, buffer=runner.workspace("cpu", size))
+
+
+def test_partial_results_and_copies_share_the_workspace():
+    change = {"kv_dtype": E4M3, "fixed_split_size": 64}
+    inputs = build(dataclasses.replace(BASE, **change))
+    positional, options = runner.plan_arguments(inputs)
+    needed, _ = runner.make_wrapper(inputs.case, backend="cpu").workspace_size(
+        *positional, **options
+    )
+    check(change, copies=True, buffer=runner.workspace("cpu", needed))
+    with pytest.raises(ValueError, match="fixed_split_size = 64 needs"):
+        check(change, copies=True, buffer=runner.workspace("cpu", needed - 16))
 
 
 def test_a_wrapper_of_cuda_graphs_copies_nothing():

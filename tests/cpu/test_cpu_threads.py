@@ -222,6 +222,22 @@ def test_a_job_has_no_more_threads_than_it_asked_for():
     assert len(set(one["threads"])) == 1
 
 
+def test_a_forked_process_starts_helpers_of_its_own():
+    python("""
+        import os
+        from preflash_harness import threads
+
+        def helped():
+            return len(set(threads.run(count=100, num_threads=3, microseconds=1000)["threads"])) > 1
+
+        assert helped()
+        child = os.fork()
+        if child == 0:
+            os._exit(not helped())
+        assert os.waitpid(child, 0)[1] == 0
+    """)
+
+
 def test_a_failure_reaches_its_own_caller():
     job = {"count": 100, "num_threads": 3, "microseconds": 500}
 

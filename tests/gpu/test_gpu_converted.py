@@ -83,6 +83,19 @@ def test_conversion_on_load(backend, case):
     check_two_runs(wrapper, inputs)
 
 
+@on_every_backend
+@pytest.mark.parametrize("sm_scale", [2.0**-22, -(2.0**-22)], ids=["positive", "negative"])
+@pytest.mark.parametrize("qo_lens", [(1,) * 6, (190, 0, 77, 3, 9, 1)], ids=["decode", "prefill"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_beyond_float16(backend, head_dim, qo_lens, sm_scale):
+    """fa3 multiplies 8-bit keys in float16, and scales bfloat16 queries into its range."""
+    how = {"dtype": torch.bfloat16, "kv_dtype": E4M3, "mask": MaskKind.CAUSAL, "sm_scale": sm_scale}
+    case = Case("far", qo_lens, (470, 9, 77, 0, 700, 33), 8, 2, head_dim, **how)
+    wrapper, inputs = planned("never", case, backend, 64 << 20)
+    inputs.q[::2] *= 2.0**20
+    check_run(wrapper, inputs)
+
+
 def options_of_copies() -> Iterator[dict]:
     """Samples the options, thousands in all, so that each value meets most of the others."""
     rng = random.Random(3)
@@ -107,6 +120,7 @@ def changes_of_copies() -> Iterator[dict]:
     # Signs of the scale that Q takes, other angles, and items that share rows of Q.
     yield ROPE | {"sm_scale": -0.1}
     yield ROPE | {"sm_scale": 0.0}
+    yield ROPE | {"qo_lens": (150, 7), "kv_lens": (64, 3), "mask": MaskKind.NONE}
     yield ROPE | {"rope_scale": 4.0}
     yield ROPE | {"rope_theta": 5e5}
     yield ROPE | {"fixed_split_size": 128}

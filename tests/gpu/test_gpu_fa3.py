@@ -103,6 +103,25 @@ def test_short_tiles_over_16_bits(fa3, head_dim, page_size, dtype):
     check_run(wrapper, inputs)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": MaskKind.CAUSAL},
+        {"mask": MaskKind.CAUSAL, "window_left": 40},
+        {"sinks": Sinks.MIXED},
+    ],
+    ids=["causal", "window", "sinks"],
+)
+def test_options_of_short_tiles_over_16_bits(fa3, head_dim, options):
+    """Later tokens see a slice of keys (32, or 16 at head_dim 128) that the first one does not, and
+    long requests are split."""
+    lens = (2, 1, 2, 2, 1, 2), (33, 65, 129, 161, 9000, 4097)
+    wrapper, inputs = planned(Case("short", *lens, 8, 2, head_dim, **options), fa3)
+    assert "_decode" in wrapper.variant
+    check_run(wrapper, inputs)
+
+
 # --- more items than CTAs --------------------------------------------------------
 
 
@@ -246,8 +265,9 @@ JUMPS |= {f"few_{name}": (few_ordinary, keys, NEGATIVE) for name, keys in ORDINA
 def test_keys_that_dominate_by_hundreds_of_bits(
     backend, change, by, options, dims, page_size, fixed_split_size, dtype
 ):
+    """The first request has 70 chunks, more than a warp merges at once."""
     how = {"dtype": dtype, "page_size": page_size, "mask": MaskKind.CAUSAL, **options}
-    lens = (1, 130, 300), (900, 700, 310)
+    lens = (1, 130, 300), (9000, 700, 310)
     case = Case("jump", *lens, 4, 2, *dims, **how, fixed_split_size=fixed_split_size)
     inputs = build(case, device="cuda")
     change(inputs, by)

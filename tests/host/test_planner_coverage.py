@@ -108,9 +108,11 @@ def test_windows_of_fewer_keys_than_planned(seed):
     check_covered(dataclasses.replace(made, requests=requests))
 
 
-def test_long_windows_of_upper_bounds_are_split():
-    window = {"window_left": 30000, "lengths_are_upper_bounds": True}
-    assert plan(**ragged([1], [60000], **window)).sizes["num_merges"] > 0
+@pytest.mark.parametrize(("reach", "split"), [(30000, True), (1 << 22, True), (1 << 23, False)])
+def test_long_windows_of_upper_bounds_are_split(reach, split):
+    """Chunks of the longest would have too high numbers."""
+    window = {"window_left": reach, "lengths_are_upper_bounds": True}
+    assert (plan(**ragged([1], [2 * reach], **window)).sizes["num_merges"] > 0) == split
 
 
 @pytest.mark.parametrize("seed", range(120))

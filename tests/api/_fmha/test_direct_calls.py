@@ -19,6 +19,10 @@ CONTEXT = Case(
 )  # fmt: skip
 DECODE = dataclasses.replace(CONTEXT, name="decode", qo_lens=(1, 1, 1))
 SHORT = dataclasses.replace(CONTEXT, name="short", qo_lens=(3, 3, 3))
+# A thread of the GPU sets the lengths of each: more than one CTA of them.
+MANY = dataclasses.replace(
+    DECODE, name="many", qo_lens=(1,) * 150, kv_lens=tuple(7 * i % 78 for i in range(150))
+)
 DRAFTS = dataclasses.replace(
     CONTEXT, name="drafts", qo_lens=(4, 4, 4), kv_lens=(30, 77, 2), mask=MaskKind.CUSTOM
 )
@@ -131,6 +135,7 @@ CALLS = {
     "cudnn of three": (cudnn_decode, SHORT),
     "decode of rows": (decode_of_rows, CONTEXT),
     "context without a mask": (context, NO_MASK),
+    "decode of many": (decode, MANY),
 }
 CALLS_WITH_OPTIONS = pytest.mark.parametrize(
     ("name", "option"),

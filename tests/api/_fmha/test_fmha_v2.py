@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import preflash
+import prepass_policy
 import pytest
 import torch
 from fuzz.fmha_problems import (
@@ -18,6 +20,7 @@ from fuzz.fmha_problems import (
     random_case,
     run,
 )
+from preflash._fmha import lengths as fmha_lengths
 
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
@@ -52,6 +55,32 @@ def test_plans_for_the_longest_requests(unread_lengths, seed):
     shorter = tuple(reversed(case.qo_lens))
     kv_lens = shorter if case.layout == "PACKED_QKV" else tuple(reversed(case.kv_lens))
     verify(dataclasses.replace(case, qo_lens=shorter, kv_lens=kv_lens), unread_lengths)
+
+
+def test_lengths_beyond_the_longest_are_cut_off(unread_lengths, monkeypatch):
+    """A request has its first max_q_len queries, and its first max_kv_len of the keys between its
+    offsets. On a GPU no check reads the lengths."""
+    checked = fmha_lengths.checked
+
+    def unchecked(call):
+        right = checked(call)
+        return right._replace(kv_lens=right.kv_lens + 100, max_q_len=50, max_kv_len=60)
+
+    monkeypatch.setattr(fmha_lengths, "checked", unchecked)
+    inputs = build(changed(stats=False))
+    rows = inputs.of_requests(attention(**inputs.arguments)).split(CASE.qo_lens)
+    for got, (q, k, v) in zip(rows, inputs.requests, strict=True):
+        attend = preflash.single_prefill_with_kv_cache
+        expected = attend(q[:50], k[:60], v[:60], causal=True, sm_scale=CASE.bmm1)
+        torch.testing.assert_close(got[:50], expected, atol=2e-3, rtol=0.0)
+
+
+def test_plans_for_the_longest_requests_have_no_copies(request):
+    """Also where the workspace of an exact plan has room for them."""
+    case = changed(dtype=E4M3, out_dtype=torch.bfloat16, stats=False, spare_length=40)
+    with prepass_policy.forced("always"):
+        verify(case, SimpleNamespace(device="cpu", backend="cpu"))
+        verify(case, request.getfixturevalue("unread_lengths"))
 
 
 PAST_KEYS = FmhaCase(
@@ -291,6 +320,15 @@ def test_every_row_of_a_tile_must_agree(target):
     q[SPARE + 70, :, 0] = -4.0
     inputs.requests = [(q[SPARE : SPARE + 200].cpu(), *inputs.requests[0][1:])]
     out = attention(**inputs.arguments | {FACTOR: 1.0}, backend=target.backend)
+    compare_out(inputs, out, inputs.expected()).check()
+
+
+def test_a_tile_that_raises_the_maximum_stays(target):
+    """One key has all of the weight; the factor allows tiles of any weight to be skipped."""
+    inputs = decaying(target)
+    inputs.arguments["qkv"][1][SPARE + 1000, :, 0] = 10.0
+    inputs.requests[0][1][1000, :, 0] = 10.0
+    out = attention(**inputs.arguments | {FACTOR: 1e30}, backend=target.backend)
     compare_out(inputs, out, inputs.expected()).check()
 
 

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from planned_cases import check_run, planned, unplanned
+from preflash import _core
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
 from wrapper_options import hints
@@ -148,6 +149,14 @@ def test_options_of_forward_are_read_in_every_call(target):
     assert torch.equal(wrapper.forward(*tensors, causal=True, sm_scale=0.5), by_position)
 
 
+def test_the_oldest_of_many_calls_is_forgotten():
+    calls = _core.RememberedCalls()
+    for number in range(17):
+        calls.keep("forward", (number,), {}, lambda number=number: [number])
+    found = [calls.find("forward", (number,), {}) for number in range(17)]
+    assert found == [None, *([number] for number in range(1, 17))]
+
+
 # --- Arguments that C++ does not plan by itself, or refuses -------------------
 
 
@@ -190,6 +199,7 @@ LENS, BOUNDS = ints(*PAGED.kv_lens), {"lengths_are_upper_bounds": True}
 # Options of plan(); a function makes seq_lens of those of the plan before.
 WRONG_OPTIONS = {
     "flag": {"causal": 1.0},
+    "integer": {"causal": 1},
     "length": {"seq_lens": lambda lens: ints(40, 1, 64)},
     "length in place": {"seq_lens": lambda lens: lens.copy_(ints(40, 1, 64))},
     "lengths": {"seq_lens": lambda lens: ints(40, 0), **BOUNDS},

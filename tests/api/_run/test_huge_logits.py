@@ -103,15 +103,9 @@ def test_masks_and_the_sign_of_the_scale(target, magnitude, sign):
     assert_right(target, got, logits_of(q, k, sm_scale), v, (reach <= 0) & (reach >= -100))
 
 
-@pytest.mark.parametrize("page_size", [0, 16, 5])
-@every_magnitude
-@every_pattern
-@pytest.mark.parametrize("qo_len", [1, TOKENS])
-def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len):
-    """Weights of chunks come from differences of their LSEs, which a float32 LSE would not hold."""
-    q, k, v = tensors(pattern)
-    sm_scale = magnitude / LARGEST**2
-    case = Case("huge", (qo_len,), (KEYS,), 4, 2, HEAD_DIM, page_size=page_size, sm_scale=sm_scale,
+def in_chunks(target, q, k, v, sm_scale: float, page_size: int = 0):
+    """Runs a plan that splits the keys every 64."""
+    case = Case("huge", (len(q),), (KEYS,), 4, 2, HEAD_DIM, page_size=page_size, sm_scale=sm_scale,
                 fixed_split_size=64)  # fmt: skip
     inputs, wrapper = planned(case, target)
     for memory, rows in ((inputs.k, k), (inputs.v, v)):
@@ -123,21 +117,37 @@ def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len
         pages = padded.view(-1, page_size, 2, HEAD_DIM).to(memory.device)
         memory[inputs.indices.long().to(memory.device)] = pages
     kv = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
-    got = wrapper.run(target.to(q[:qo_len]), *kv, return_lse=True)
-    assert_right(target, got, logits_of(q[:qo_len], k, sm_scale), v)
+    return wrapper.run(target.to(q), *kv, return_lse=True)
 
 
+@pytest.mark.parametrize("page_size", [0, 16, 5])
+@every_magnitude
+@every_pattern
+@pytest.mark.parametrize("qo_len", [1, TOKENS])
+def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len):
+    """Weights of chunks come from differences of their LSEs, which a float32 LSE would not hold."""
+    q, k, v = tensors(pattern)
+    q, sm_scale = q[:qo_len], magnitude / LARGEST**2
+    got = in_chunks(target, q, k, v, sm_scale, page_size)
+    assert_right(target, got, logits_of(q, k, sm_scale), v)
+
+
+@pytest.mark.parametrize("run", [single, in_chunks])
+@pytest.mark.parametrize("scale", [0.25, 2.0])
 @pytest.mark.parametrize("spread", [1, 3])
 @pytest.mark.parametrize("base", [2.0**11, 2.0**12, 2.0**13])
-def test_weights_between_huge_logits(target, base, spread):
-    """Differences of a few units on top of 2^22 to 2^26: the weights are ordinary ones."""
+def test_weights_between_huge_logits(target, base, spread, scale, run):
+    """Differences of a few units on top of 2^22 to 2^26: the weights are ordinary ones, of keys and
+    of chunks, whose largest differ. With a scale of 2 logits in base 2 are beyond 2^24, where
+    float32 has every second integer."""
     step = max(1.0, base**2 / 2**23)
     q, k, v = tensors("equal")
     q[..., 0], q[..., 1] = base, step
     k[..., 0] = base
-    k[..., 1] = (torch.arange(KEYS) % 5 * spread)[:, None].to(torch.bfloat16)
-    got = single(target, q, k, v, 0.25 / step)
-    assert_right(target, got, logits_of(q, k, 0.25 / step), v)
+    units = KEY % 5 * spread
+    k[..., 1] = (units - ((KEY // 64 % 2 == 1) & (KEY % 5 == 4)).int())[:, None].to(torch.bfloat16)
+    got = run(target, q, k, v, scale / step)
+    assert_right(target, got, logits_of(q, k, scale / step), v)
 
 
 @pytest.mark.parametrize("cap", [30.0, 1e8, 3e9, 1e30])

@@ -29,7 +29,7 @@ def shrunk_data(tensor):
 
 
 def shrunk_storage(tensor):
-    tensor.untyped_storage().resize_(100)
+    tensor.untyped_storage().resize_(tensor.storage_offset() * tensor.itemsize + 100)
     return None, 100
 
 
@@ -44,12 +44,17 @@ def set_to_less(tensor):
     return memory, 16
 
 
+def cut_short(tensor):
+    tensor.data = tensor[:2]
+    return None, 2
+
+
 def moved_storage(tensor):
     tensor.data = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     return None, None
 
 
-SHRINKS = (shrunk_data, shrunk_storage, freed_storage, set_to_less)
+SHRINKS = (shrunk_data, shrunk_storage, freed_storage, set_to_less, cut_short)
 each_shrink = pytest.mark.parametrize("shrink", SHRINKS, ids=lambda f: f.__name__)
 each_replacement = pytest.mark.parametrize(
     "replace", [*SHRINKS, moved_storage], ids=lambda f: f.__name__
@@ -115,7 +120,7 @@ KINDS = ("paged", "ragged", "graphs", "decode", "cascade", *RUN_PLANS)
 @first_or_cached
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_float_workspace_that_shrank(target, kind, seen, shrink):
-    workspace = runner.workspace(target.device, 4 << 20)
+    workspace = runner.workspace(target.device, 5 << 20)[1 << 20 :]
     if kind in PLANS_OF_MACHINE and target.device == "cpu" and len(os.sched_getaffinity(0)) == 1:
         pytest.skip("one processor: no keys are split")
     plan, runs = with_workspace(kind, target, workspace)
@@ -147,6 +152,9 @@ def test_a_float_workspace_with_gaps(target):
         with pytest.raises(ValueError, match=r"float_workspace_buffer .* contiguous"):
             call()
     assert bool((memory == 7).all())
+    workspace.data = memory.as_strided((8 << 20, 1), (1, 9))  # rows of one byte have no gap
+    plan()
+    check_runs(runs)
 
 
 # --- The int workspace -------------------------------------------------------
