@@ -207,7 +207,8 @@ PREFLASH_API preflash_status preflash_plan_set_num_threads(preflash_plan* plan, 
 /* Plans a batch, or two of which one launch computes both, such as a prefill beside decode. Writes
  * the work list to int_memory, on the stream: runs on it come behind. int_memory (aligned to 16
  * bytes) stays the plan's until another is given; a CUDA graph of the runs needs the same one in
- * every plan. float_bytes: of the memory that runs will bring. An error leaves the last plan. */
+ * every plan. float_bytes: of the memory that runs will bring. An error leaves the last plan, one
+ * of the copy to the device leaves none. */
 PREFLASH_API preflash_status preflash_plan_batch(preflash_plan* plan, int32_t backend,
                                                  const preflash_segment* segments, int num_segments,
                                                  void* int_memory, size_t int_bytes,
