@@ -191,6 +191,7 @@ def vocabulary_text(vocabulary: Vocabulary) -> str:
         families=render.family_list(vocabulary, list(vocabulary.families)),
         preference=render.family_list(vocabulary, vocabulary.preference),
         traits=render.family_cases(vocabulary),
+        conversions=render.conversions(vocabulary),
         fields=render.variant_fields(vocabulary),
         option_count=render.option_count(vocabulary),
         hash_steps=render.hash_steps(vocabulary),

@@ -13,6 +13,7 @@ from vocabulary import (
     SIZES,
     TILE_ROWS,
     Axis,
+    Conversion,
     Enum,
     Family,
     Vocabulary,
@@ -86,6 +87,35 @@ def _traits(family: Family) -> str:
         "most_decode": family.most_decode,
     }
     return ",\n              ".join(f".{name} = {value}" for name, value in values.items())
+
+
+def conversions(vocabulary: Vocabulary) -> str:
+    """The arrays of the families' conversions, and the cases of conversions_of()."""
+    families = [family for family in vocabulary.families.values() if family.conversions]
+    arrays, cases = [], []
+    for family in families:
+        rows = ",\n    ".join(_conversion(row) for row in family.conversions)
+        name = f"kConversionsOf{family.cpp.removeprefix('k')}"
+        arrays.append(f"inline constexpr Conversion {name}[] = {{\n    {rows}}};\n")
+        cases.append(f"    case Family::{family.cpp}:\n      return {name};")
+    function = "constexpr std::span<const Conversion> conversions_of(Family family)"
+    cases = "\n".join([*cases, "    default:", "      return {};"])
+    return "\n".join([*arrays, f"{function} {{\n  switch (family) {{\n{cases}\n  }}\n}}"])
+
+
+def _conversion(row: Conversion) -> str:
+    values = {
+        "rotates": str(row.rotates).lower(),
+        "products_of_8_bits": str(row.products).lower(),
+        "most_head_dim": row.most_head_dim,
+        "most_vo": row.most_vo,
+        "key": row.key,
+        "gathered_key": row.key if row.gathered_key is None else row.gathered_key,
+        "queries": float(row.queries),
+        "of_columns": str(row.of_columns).lower(),
+    }
+    given = (f".{name} = {value}" for name, value in values.items() if value is not None)
+    return f"{{{', '.join(given)}}}"
 
 
 def _typed_fields(vocabulary: Vocabulary) -> list[tuple[str, str, Axis]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 SIZES = "sizes"  # the type of an axis of integers: "128", or "192x128" for two of them
 MATCHES = ("equal", "covers", "preferred", "library")
@@ -17,6 +17,20 @@ SCHEDULES = {"one_per_item": "kOnePerItem", "persistent": "kPersistent"}
 
 class SpecError(ValueError):
     """A contradiction in cpp/variants/*.toml."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A row of a family's conversions: preflash::Conversion."""
+
+    key: float
+    gathered_key: float | None = None  # None: as key
+    queries: float = 0.0
+    rotates: bool = False
+    products: bool = False
+    most_head_dim: int | None = None  # None: any
+    most_vo: int | None = None
+    of_columns: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class Family:
     head_dim_step: int = 8  # compiled head_dims are multiples of it
     architecture: str = ""  # code of this one alone; "": of every architecture that is asked for
     compiled_for: str = ""  # its full name
+    conversions: Sequence[Conversion] = ()
 
     @property
     def on_cpu(self) -> bool:
@@ -174,6 +189,8 @@ def _one_of(where: str, value: object, known: Sequence[str]) -> None:
 
 def _checked_family(family: Family) -> Family:
     where = f"[family.{family.name}]"
+    rows = [_table(Conversion, f"{where} conversions", row) for row in family.conversions]
+    family = replace(family, conversions=rows)
     _one_of(f"{where} operands", family.operands, list(OPERANDS))
     _one_of(f"{where} options", family.options, list(OPTION_CHOICES))
     _one_of(f"{where} segments", family.segments, list(OPTION_CHOICES))

@@ -8,39 +8,26 @@ namespace preflash {
 namespace {
 
 constexpr double kRowElements = 128.0;
-constexpr double kPassLaunch = 15000.0;  // in units of Conversion: 3 us
+constexpr double kPassLaunch = 15000.0;  // in units of Conversion::key: 3 us
 
-// Extra time per query tile of 128 rows of a kernel that reads 8 bits, or rotates, over the kernel
-// that reads copies. key: per key of the tile, in units of 0.2 ns, the time to copy a row of 128
-// elements in 16 bits. queries: for the tile's queries, in keys. Fitted to an H100, above head_dim
-// 128 to an H200 (docs/dev/experiments/fp8-and-rope.md, head-dim-512.md).
-struct Conversion {
-  double key;
-  double queries = 0.0;
-};
-
+// The family's row for the kernel, with the time of a key in that of a row of the problem.
 Conversion conversion(const SegmentProblem& problem, const ForwardKernel& converting) {
-  const double rows = (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
-  const int head_dim = std::max(problem.head_dim_qk, problem.head_dim_vo);
-  const bool on_sm90 = converting.traits.dequantization == Dequantization::kToFloat16;
-  if (problem.position == Position::kRope) {
-    if (!on_sm90) return {0.40 * rows};
-    if (head_dim > 256) return {1.25 * rows, 700};
-    if (head_dim > 128) return {1.9, 50};
-    return {0.25 * rows, 700};
+  const bool rotates = problem.position == Position::kRope;
+  const bool products = !rotates && converting.variant.load == Load::kDirect;
+  const auto matches = [&](const Conversion& row) {
+    return row.rotates == rotates && row.products_of_8_bits == products &&
+           std::max(problem.head_dim_qk, problem.head_dim_vo) <= row.most_head_dim &&
+           problem.head_dim_vo <= row.most_vo;
+  };
+  const auto rows = conversions_of(converting.variant.family);
+  const auto row = std::ranges::find_if(rows, matches);
+  if (row == rows.end()) return {};
+  Conversion found = *row;
+  if (problem.paged() && problem.page_size % 8 != 0) found.key = found.gathered_key;
+  if (found.of_columns) {
+    found.key *= (problem.head_dim_qk + problem.head_dim_vo) / (2 * kRowElements);
   }
-  if (!on_sm90) return {0.46 * rows};
-  if (converting.variant.load == Load::kDirect) return {0.086, 600};  // products of 8 bits
-  // TMA brings rows of 8 bits, unless a page is no multiple of 8.
-  const bool gathered = problem.paged() && problem.page_size % 8 != 0;
-  if (head_dim > 256) return {(gathered ? 0.25 : 0.175) * rows, 1160};
-  if (head_dim > 128) {
-    // (192, 128) is converted by the kernel of 256.
-    if (problem.head_dim_vo <= 128) return {0.68, 300};
-    return {gathered ? 0.54 : 0.41, 680};
-  }
-  if (head_dim <= 64) return {0.065, 1500};
-  return {gathered ? 0.080 : 0.045, 2500};
+  return found;
 }
 
 bool is_rotated(const AttentionOptions& options) { return options.position == Position::kRope; }

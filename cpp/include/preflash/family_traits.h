@@ -41,6 +41,22 @@ enum class ShortTiles : std::uint8_t {
   kOwn,       // kernels of another kind, which dequantise and do not rotate
 };
 
+// Extra time per query tile of 128 rows of a kernel that reads 8 bits, or rotates, over the kernel
+// that reads copies. The first row of the family's that matches holds.
+struct Conversion {
+  bool rotates = false;
+  bool products_of_8_bits = false;  // as stored
+  // The largest head_dim that it is for, and the largest of values.
+  int most_head_dim = std::numeric_limits<int>::max();
+  int most_vo = std::numeric_limits<int>::max();
+  // Per key of the tile, in units of 0.2 ns, the time to copy a row of 128 elements in 16 bits.
+  // gathered_key: where pages are no multiples of 8 keys.
+  double key = 0.0;
+  double gathered_key = 0.0;
+  double queries = 0.0;     // for the tile's queries, in keys
+  bool of_columns = false;  // times are for 128 columns of K and V each
+};
+
 struct FamilyTraits {
   static constexpr int kAnyLater = std::numeric_limits<int>::max();
 
