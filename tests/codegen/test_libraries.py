@@ -82,7 +82,7 @@ ALLOWED_SPILLS = [
     may_spill("sm90", 32, _IN_GATHER, head_dim="64"),
     may_spill("sm90", 100, _BETWEEN_ITEMS, head_dim="64", logits="softcap"),
     may_spill("sm90", 192, _IN_GATHER_AND_CONSUMER, head_dim="64", position="alibi"),
-    may_spill("sm90", 8, _BETWEEN_ITEMS, head_dim="128", q_dtype="e4m3"),
+    may_spill("sm90", 52, _BETWEEN_ITEMS, head_dim="128", q_dtype="e4m3"),
     may_spill("sm90", 320, _BETWEEN_ITEMS, head_dim="256"),
     may_spill("sm90", 480, _BETWEEN_ITEMS, head_dim="256", segments="two"),
     may_spill("sm90", 96, _BETWEEN_ITEMS, head_dim="64", sparsity="skipping"),

@@ -81,9 +81,7 @@ struct ForwardMainloop {
   using FirstTile = typename TilesOf<Traits>::First;
 
   // A work item as one warpgroup sees it.
-  struct Item : SegmentOfItem<Traits::kSegments> {
-    int slot = 0;           // of smem.items
-    bool idle = false;      // this warpgroup has no rows, and computes nothing
+  struct Item : SegmentOfItem<Traits::kSegments>, SlotOfItem<Traits::kMayIdle> {
     TileRange own;          // the tiles that this warpgroup's rows touch
     int skipped_first = 0;  // tiles before them, in the order of the loop
     int skipped_last = 0;   // tiles after them

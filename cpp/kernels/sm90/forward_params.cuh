@@ -66,6 +66,19 @@ struct SegmentOfItem<1> {
   static constexpr int segment = 0;
 };
 
+// Where an item lies, of SharedStorage::items, and whether a warpgroup has no rows of it and
+// computes nothing, in kernels where it may.
+template <bool kMayIdle>
+struct SlotOfItem {
+  int slot = 0;
+  bool idle = false;
+};
+template <>
+struct SlotOfItem<false> {
+  int slot = 0;
+  static constexpr bool idle = false;
+};
+
 CUTE_DEVICE int query_head(const HopperSegment& params, const WorkItem& item,
                            const PackedRow& packed) {
   return item.kv_head * params.group_size + packed.head_in_group;
