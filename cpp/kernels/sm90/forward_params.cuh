@@ -66,8 +66,8 @@ struct SegmentOfItem<1> {
   static constexpr int segment = 0;
 };
 
-// Where an item lies, of SharedStorage::items, and whether a warpgroup has no rows of it and
-// computes nothing, in kernels where it may.
+// An item's slot of SharedStorage::items. idle: a warpgroup has no rows of the item and computes
+// nothing, in kernels where it may.
 template <bool kMayIdle>
 struct SlotOfItem {
   int slot = 0;
