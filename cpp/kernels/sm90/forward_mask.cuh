@@ -49,9 +49,6 @@ struct ScoreCoordinates {
 
   // Keys of the request. Columns [edge, edge + shift) hold zeros and belong to no key.
   CUTE_DEVICE int first_key() const { return tile * Traits::kTileN; }
-  CUTE_DEVICE int key(int c, const Tail& tail) const {
-    return first_key() + column(c) - (tail.holds(column(c)) ? tail.shift : 0);
-  }
   CUTE_DEVICE MaskBounds bounds() const { return bounds_of(params, state.request); }
 };
 
