@@ -362,8 +362,9 @@ struct ForwardMainloop {
     }
     return item;
   }
-  // True if idleness gains more than it delays, at its begin and end: in short items it does not,
-  // nor among a request's other query tiles (docs/dev/experiments/fa3-main-loop.md).
+  // True if an idle warpgroup saves more than it costs where the item begins and ends. It does not
+  // in short items, nor beside other query tiles of the request (measured:
+  // docs/dev/experiments/fa3-main-loop.md).
   CUTE_DEVICE static bool idles(const ItemState& state, int tiles) {
     constexpr int kFewestTiles = 8;
     return Traits::kSegments > 1 ||

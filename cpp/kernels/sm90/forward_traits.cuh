@@ -139,8 +139,9 @@ struct ForwardTraits {
   static constexpr bool kSkipsTiles = !kSliced && !kHasMaskBits && kTileN <= kWarpgroupRows &&
                                       (kConsumers - 1) * kWarpgroupRows <= (kStages - 1) * kTileN;
 
-  // True if a warpgroup computes nothing of an item that has no rows for it. Where it skips tiles
-  // it computes one. Slices, and tiles of a custom mask, would have to be passed by other means.
+  // True if a warpgroup may compute nothing of an item that has no rows for it. A warpgroup that
+  // skips tiles computes one anyway. Slices, and tiles of a custom mask, would have to be passed by
+  // other means.
   static constexpr bool kMayIdle = kSegments > 1 || !(kSkipsTiles || kSliced || kHasMaskBits);
 
   // K and V as stored, where they are converted: a tile of both in 8 bits, or of K alone in 16 (V
