@@ -54,7 +54,7 @@ const char* encode(Encode function, DType dtype, const void* base, const TensorS
   for (cuuint32_t& one : ones) one = 1;
   CUresult result = function(&map, data_type(dtype), kRank, const_cast<void*>(base), shape.dims,
                              shape.stride_bytes, shape.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr
                                 : "TMA refuses the strides of q, k or v: all but the last must be "
