@@ -17,7 +17,7 @@ QO_LENS, KV_LENS = (4096, 1000), (16384, 8192)
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_prompts(backend, head_dim):
-    """Of each request, keys from 2048 to 6144 have logits 20 below the others."""
+    """Keys from 2048 to 6144 of each request have logits 20 below the others."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(n, heads, head_dim, device="cuda", generator=generator).mul(0.1).bfloat16()
