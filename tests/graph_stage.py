@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import random
 
-import preflash
 import pytest
 import torch
 from preflash._device import backends
@@ -103,20 +102,12 @@ class Stage:
         if masked:
             keys = limits.tokens + limits.pages * like.page_size
             bits = limits.rows * keys // 8 + limits.batch + 8
-            self.buffers["custom_mask_buf"] = torch.full(
-                (bits,), 255, dtype=torch.uint8, device=self.device
-            )
+            self.buffers["custom_mask_buf"] = self._ints(bits).fill_(-1).byte()
             self.buffers["mask_indptr_buf"] = self._ints(limits.batch + 1)
-        kind = preflash.BatchPrefillWithRaggedKVCacheWrapper
-        if like.paged:
-            kind = preflash.BatchPrefillWithPagedKVCacheWrapper
-        self.wrapper = kind(
-            runner.workspace(self.device) if workspace is None else workspace,
-            like.layout,
-            use_cuda_graph=True,
-            backend=target.backend,
-            **self.buffers,
-        )
+        self.wrapper = runner.make_wrapper(
+            like, backend=target.backend, device=self.device, buffer=workspace,
+            use_cuda_graph=True, **self.buffers,
+        )  # fmt: skip
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.full(shape, NAN, dtype=dtype or self.like.dtype, device=self.device)
@@ -152,12 +143,14 @@ class Stage:
 
     def load(self, inputs: Inputs) -> None:
         """The batch's values into the fixed tensors; everything else is NaN."""
-        for fixed, values in ((self.q, inputs.q), (self.k, inputs.k), (self.v, inputs.v)):
+        tokens = 1 if self.like.layout == "HND" and not self.like.paged else 0
+        for name, dim in (("q", 0), ("k", tokens), ("v", tokens)):
+            fixed, values = getattr(self, name), getattr(inputs, name)
             fixed.fill_(NAN)
-            tokens = 1 if self.like.layout == "HND" and not self.like.paged else 0
-            if fixed is self.q:
-                tokens = 0
-            fixed.narrow(tokens, 0, values.shape[tokens]).copy_(values)
+            fixed.narrow(dim, 0, values.shape[dim]).copy_(values)
+        self.poison()
+
+    def poison(self) -> None:
         self.out.fill_(NAN)
         self.lse.fill_(NAN)
 
@@ -170,15 +163,12 @@ class Stage:
 
     def run(self, rows: int | None = None, **options) -> None:
         part = slice(0, rows)
-        self.wrapper.run(
-            self.q[part], *self.cache(), out=self.out[part], lse=self.lse[part], return_lse=True,
-            **options,
-        )  # fmt: skip
+        outputs = {"out": self.out[part], "lse": self.lse[part], "return_lse": True}
+        self.wrapper.run(self.q[part], *self.cache(), **{**outputs, **options})
 
     def check(self, inputs: Inputs, **options) -> None:
         """The output is the batch's, and nothing is written behind it."""
         rows = inputs.q.shape[0]
-        report = runner.compare(inputs, self.out[:rows], self.lse[:rows], **options)
-        report.check()
+        runner.compare(inputs, self.out[:rows], self.lse[:rows], **options).check()
         assert bool(self.out[rows:].isnan().all())
         assert bool(self.lse[rows:].isnan().all())

@@ -2,33 +2,23 @@
 
 import dataclasses
 import itertools
-import random
 from collections.abc import Iterator
 
 import prepass_policy
 import pytest
 import torch
 import wrapper_options
-from backends import backends_and_cases, captured, check_run, on_every_backend, poisoned, sleep
+from backends import captured, check_run, check_runs, on_cases, replay, same_bits, sleep
 from converted_cases import CASES, E4M3, E5M2, OPTIONS, ROPE, WHAT, large_prefill
 from fuzz.random_cases import random_prepass_cases
-from preflash.testing import Case, KvForm, MaskKind, Sinks, build, runner
+from preflash.testing import Case, MaskKind, build, runner
+from preflash.testing.case import DTYPE_NAMES
 
-pytestmark = pytest.mark.gpu
-
-BASE = Case("prepass", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, mask=MaskKind.CAUSAL)
+CUSTOM = {"mask": MaskKind.CUSTOM}
+LENS = (190, 0, 77, 3), (470, 9, 77, 0)
+BASE = Case("prepass", *LENS, 4, 2, 128, mask=MaskKind.CAUSAL)
 KV_WHAT = {name: WHAT[name] for name in ("rope", "e4m3", "e5m2", "rope_e4m3")}
-on_every_kv = pytest.mark.parametrize("what", KV_WHAT.values(), ids=KV_WHAT)
-HEAD_DIMS = ((64, None), (128, None), (192, 128), (256, None), (512, None), (80, None))
-MASKS = (
-    {},
-    {"mask": MaskKind.NONE},
-    {"mask": MaskKind.CUSTOM},
-    {"soft_cap": 20.0},
-    {"soft_cap": 20.0, "mask": MaskKind.PACKED},
-    {"window_left": 60},
-    {"sinks": Sinks.MIXED},
-)
+on_every_what = pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
 
 
 def is_copied(wrapper) -> bool:
@@ -46,16 +36,11 @@ def planned(policy: str, case: Case, backend: str, size: int, **options):
 
 
 def with_copies(case: Case, backend: str, size: int = 64 << 20):
+    """Plans with copies; the variant names the kernel that computes on them."""
     wrapper, inputs = planned("always", case, backend, size)
-    assert is_copied(wrapper)
+    family = {"fa2": "sm80", "fa3": "sm90"}[backend]
+    assert wrapper.variant.startswith(f"prepass+{family}_{DTYPE_NAMES[case.dtype_o]}_d")
     return wrapper, inputs
-
-
-def check_two_runs(wrapper, inputs) -> None:
-    out, _ = check_run(wrapper, inputs)
-    again, _ = runner.run(wrapper, inputs)
-    rows = sum(inputs.case.qo_lens)
-    assert torch.equal(out[:rows].view(torch.uint8), again[:rows].view(torch.uint8))
 
 
 def pages_of_8_bits() -> Iterator[Case]:
@@ -68,53 +53,35 @@ def pages_of_8_bits() -> Iterator[Case]:
     ):
         how = {"mask": MaskKind.CAUSAL} | OPTIONS[option]
         how |= {"kv_dtype": E4M3 if page_size % 3 else E5M2, "page_size": page_size}
-        yield Case("pages", *lengths, 6, 2, head_dim, dtype=torch.bfloat16, **how)
+        yield Case("pages", *lengths, 6, 2, head_dim, **how)
 
 
 LARGE = [large_prefill(dim, kv_dtype=E4M3, num_kv_heads=2, **ROPE) for dim in (512, 320)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"), backends_and_cases([*CASES, *pages_of_8_bits(), *LARGE])
-)
+@on_cases([*CASES, *pages_of_8_bits(), *LARGE])
 def test_conversion_on_load(backend, case):
     wrapper, inputs = planned("never", case, backend, 256 << 20)  # a fixed split needs its room
     assert not is_copied(wrapper)
-    check_two_runs(wrapper, inputs)
+    check_runs(wrapper, inputs, 2)
 
 
-@on_every_backend
 @pytest.mark.parametrize("sm_scale", [2.0**-22, -(2.0**-22)], ids=["positive", "negative"])
 @pytest.mark.parametrize("qo_lens", [(1,) * 6, (190, 0, 77, 3, 9, 1)], ids=["decode", "prefill"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_queries_beyond_float16(backend, head_dim, qo_lens, sm_scale):
     """fa3 multiplies 8-bit keys in float16, and scales bfloat16 queries into its range."""
-    how = {"dtype": torch.bfloat16, "kv_dtype": E4M3, "mask": MaskKind.CAUSAL, "sm_scale": sm_scale}
+    how = {"kv_dtype": E4M3, "mask": MaskKind.CAUSAL, "sm_scale": sm_scale}
     case = Case("far", qo_lens, (470, 9, 77, 0, 700, 33), 8, 2, head_dim, **how)
     wrapper, inputs = planned("never", case, backend, 64 << 20)
     inputs.q[::2] *= 2.0**20
     check_run(wrapper, inputs)
 
 
-def options_of_copies() -> Iterator[dict]:
-    """Samples the options, thousands in all, so that each value meets most of the others."""
-    rng = random.Random(3)
-    dtypes = (torch.float16, torch.bfloat16)
-    every = itertools.product(KV_WHAT, MASKS, HEAD_DIMS, (0, 1, 3, 16), ("NHD", "HND"), dtypes)
-    for what, mask, dims, page_size, layout, dtype in rng.sample(list(every), 120):
-        forms = [KvForm.SEPARATE, KvForm.TRANSPOSED]
-        if dims[1] is None and dims[0] % 16 == 0:
-            forms += [KvForm.PADDED, *([KvForm.COMBINED] if page_size > 0 else [])]
-        storage = {"page_size": page_size, "layout": layout, "form": rng.choice(forms)}
-        sizes = {"head_dim": dims[0], "head_dim_vo": dims[1], "dtype": dtype}
-        yield KV_WHAT[what] | mask | sizes | storage
-
-
 def changes_of_copies() -> Iterator[dict]:
-    yield from options_of_copies()
     # Slices and halves of 512 columns go by the masks of copies as of other tensors.
     for what, page_size in itertools.product(KV_WHAT.values(), (0, 3)):
-        yield {"head_dim": 512, "mask": MaskKind.CUSTOM, "page_size": page_size, **what}
+        yield CUSTOM | {"head_dim": 512, "page_size": page_size, **what}
     # Factors of heads take the kernel that converts.
     yield {"kv_dtype": E4M3, "head_scales": True}
     # Signs of the scale that Q takes, other angles, and items that share rows of Q.
@@ -129,39 +96,35 @@ def changes_of_copies() -> Iterator[dict]:
     one_head = {"num_qo_heads": 1, "num_kv_heads": 1}
     yield ROPE | one_head | {"qo_lens": (200,), "kv_lens": (140001,), "page_size": 16}
     # Copies of queries lie where their results will be, whatever the group.
-    queries = (
-        (128, torch.bfloat16),
-        (80, torch.float16),
-        (64, torch.float16),
-        (40, torch.bfloat16),
-    )
+    half, bfloat = torch.float16, torch.bfloat16
+    queries = ((128, bfloat), (80, half), (64, half), (40, bfloat))
     groups = ((4, 4), (6, 2), (8, 2), (8, 1), (130, 1))
     for (head_dim, dtype), (heads, kv_heads) in itertools.product(queries, groups):
         sizes = {"num_qo_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
         yield ROPE | sizes | {"dtype": dtype}
     # Copies of 8-bit queries have the dtype of the output.
-    for o_dtype, head_dim in itertools.product((None, torch.float16, torch.bfloat16), (128, 512)):
-        mask = {"mask": MaskKind.CUSTOM, "head_dim": head_dim}
-        yield ROPE | mask | {"dtype": E4M3, "o_dtype": o_dtype}
+    for o_dtype, head_dim in itertools.product((None, half, bfloat), (128, 512)):
+        yield ROPE | CUSTOM | {"head_dim": head_dim, "dtype": E4M3, "o_dtype": o_dtype}
 
 
 COPIED = [dataclasses.replace(BASE, **change) for change in changes_of_copies()]
 
 
-@pytest.mark.parametrize(
-    ("backend", "case"), backends_and_cases([*COPIED, *random_prepass_cases(60, seed=3)])
-)
+@on_cases([*COPIED, *random_prepass_cases(160, seed=3)])
 def test_copies(backend, case):
     wrapper, inputs = with_copies(case, backend, 512 << 20)
     with prepass_policy.forced("always"):  # copies, whose rounding the bounds know
-        check_two_runs(wrapper, inputs)
+        check_runs(wrapper, inputs, 2)
 
 
 def cases_of_the_policy() -> Iterator[tuple[Case, tuple[str, ...]]]:
     """Yields cases, and the backends on which copies are faster for them and fit."""
+    case = Case("long", (6000,), (7013,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16)
     for what in KV_WHAT.values():
-        case = Case("long", (6000,), (7013,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16)
         yield dataclasses.replace(case, **what), ("fa2", "fa3")
+    for heads in ((32, 8), (32, 32)):
+        case = Case("many", (2100,), (2100,), *heads, 128, mask=MaskKind.CAUSAL, **ROPE)
+        yield case, ("fa2", "fa3")
     # A kernel that rotates 8 bits leaves float16 whatever it writes; copies would be bfloat16. fa3
     # multiplies 8 bits that are not rotated as they are.
     case = Case("long8", (3000,), (6133,), 8, 8, 128, dtype=E4M3, mask=MaskKind.CAUSAL)
@@ -171,32 +134,21 @@ def cases_of_the_policy() -> Iterator[tuple[Case, tuple[str, ...]]]:
     yield Case("cache", (1,), (1 << 18,), 4, 1, 512, page_size=64, kv_dtype=E4M3, **ROPE), ()
 
 
-@on_every_backend
 @pytest.mark.parametrize(
     ("case", "copying"), list(cases_of_the_policy()), ids=lambda part: getattr(part, "id", "")
 )
 def test_plan_copies_where_that_is_faster(backend, case, copying):
     wrapper, inputs = planned("auto", case, backend, 128 << 20)
     assert is_copied(wrapper) == (backend in copying)
-    check_run(wrapper, inputs)
+    result = check_run(wrapper, inputs)
+    if case.name == "many":  # the bits of copies that were asked for
+        asked, _ = with_copies(case, backend, 128 << 20)
+        assert same_bits(runner.run(asked, inputs), result)
 
 
-@on_every_backend
-@pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=["gqa", "mha"])
-def test_many_rotated_queries(backend, heads):
-    """plan() finds that copies pay, and they have the bits of copies that were asked for."""
-    case = Case("many", (2100,), (2100,), *heads, 128, mask=MaskKind.CAUSAL, **ROPE)
-    wrapper, inputs = planned("auto", case, backend, 64 << 20)
-    assert is_copied(wrapper)
-    out, _ = check_run(wrapper, inputs)
-    told, _ = with_copies(case, backend)
-    assert torch.equal(runner.run(told, inputs)[0], out)
-
-
-@on_every_backend
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.value)
 @pytest.mark.parametrize("head_dim", [512, 128])
-@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+@on_every_what
 def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
     """Kernels convert even if copies pay or are requested. Products of 8 bits need no copies."""
     case = large_prefill(head_dim, mask=mask, **what)
@@ -209,58 +161,41 @@ def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
         check_run(wrapper, inputs)
 
 
-@on_every_backend
-def test_the_variant_names_the_kernel_that_computes_on_copies(backend):
-    case = dataclasses.replace(BASE, head_dim=512, kv_dtype=E4M3)
-    wrapper, _ = with_copies(case, backend)
-    family = {"fa2": "sm80", "fa3": "sm90"}[backend]
-    assert wrapper.variant == f"prepass+{family}_bf16_d512"
-
-
-@on_every_backend
-@on_every_kv
+@pytest.mark.parametrize("what", KV_WHAT.values(), ids=KV_WHAT)
 def test_single(backend, what):
     case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
     inputs = build(case, device="cuda")
     with prepass_policy.forced("always"):
         runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
-    wide = dataclasses.replace(case, head_dim=512, mask=MaskKind.CUSTOM)
-    inputs = build(wide, device="cuda")
+    inputs = build(dataclasses.replace(case, head_dim=512, **CUSTOM), device="cuda")
     runner.compare(inputs, *runner.single(inputs, backend=backend)).check()  # without copies
 
 
-@on_every_backend
 def test_queries_in_place(backend):
     wrapper, inputs = with_copies(dataclasses.replace(BASE, **ROPE), backend)
     out, _ = runner.run(wrapper, inputs)
-    q = inputs.q.clone()
-    wrapper.run(q, inputs.k, inputs.v, out=q)
-    rows = sum(inputs.case.qo_lens)
-    assert torch.equal(q[:rows], out[:rows])
+    wrapper.run(inputs.q, inputs.k, inputs.v, out=inputs.q)
+    assert torch.equal(inputs.q, out)
 
 
 def check_replay(wrapper, inputs, *, plans_again: bool) -> None:
     """Captures a run over zeros and replays it with the queries."""
     expected = check_run(wrapper, inputs)
     still = dataclasses.replace(inputs, q=torch.zeros_like(inputs.q))
-    outputs = poisoned(inputs)
-    graph, _ = captured(lambda: runner.run(wrapper, still, **outputs))
+    graph, outputs = captured(lambda: runner.run(wrapper, still))
     still.q.copy_(inputs.q)
     if plans_again:
         runner.plan(wrapper, inputs)
-    graph.replay()
-    rows = sum(inputs.case.qo_lens)
-    for got, wanted in zip(outputs.values(), expected, strict=True):
-        assert torch.equal(got[:rows].view(torch.uint8), wanted[:rows].view(torch.uint8))
+    replay(graph)
+    assert same_bits(outputs, expected)
 
 
-@on_every_backend
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize(
     ("head_dim", "mask"),
     [(512, MaskKind.CAUSAL), (512, MaskKind.CUSTOM), (128, MaskKind.CUSTOM), (64, MaskKind.CUSTOM)],
 )
-@pytest.mark.parametrize("what", WHAT.values(), ids=WHAT)
+@on_every_what
 def test_captured_conversion_on_load(backend, what, head_dim, mask, page_size):
     """A wrapper of graphs copies nothing, and its replays compute the next plan."""
     options = {"head_dim": head_dim, "mask": mask, "page_size": page_size, **what}
@@ -271,15 +206,11 @@ def test_captured_conversion_on_load(backend, what, head_dim, mask, page_size):
     check_replay(wrapper, inputs, plans_again=True)
 
 
-@on_every_backend
 def test_captured_copies(backend):
-    wrapper, inputs = with_copies(
-        dataclasses.replace(BASE, kv_dtype=E4M3, page_size=16, **ROPE), backend
-    )
-    check_replay(wrapper, inputs, plans_again=False)
+    case = dataclasses.replace(BASE, kv_dtype=E4M3, page_size=16, **ROPE)
+    check_replay(*with_copies(case, backend), plans_again=False)
 
 
-@on_every_backend
 def test_streams_follow_each_other(backend):
     """The copies of a run are read before the next run on the stream writes its own."""
     case = Case("stream", (700, 900), (3000, 900), 8, 8, 128, mask=MaskKind.CAUSAL, **ROPE)

@@ -6,31 +6,22 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import preflash
 import prepass_policy
 import pytest
 import torch
 import wrapper_options
-from backends import (
-    GPU_BACKENDS,
-    assert_twenty_runs_are_equal,
-    captured,
-    check_run,
-    on_every_backend,
-    sleep,
-)
+from backends import captured, check_run, check_runs, sleep
+from converted_cases import E4M3, E5M2, ROPE
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
-
-pytestmark = pytest.mark.gpu
+from preflash.testing.inputs import attach_masks, pack_little
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
 LENS = (300, 70, 1, 0, 9), (700, 1211, 513, 40, 0)
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CONVERTED = {
-    "rope": {"position": Position.ROPE},
+    "rope": ROPE,
     "e4m3": {"kv_dtype": E4M3},
     "e5m2": {"kv_dtype": E5M2, "dtype": torch.float16},
-    "rope_e4m3": {"position": Position.ROPE, "kv_dtype": E4M3},
+    "rope_e4m3": ROPE | {"kv_dtype": E4M3},
     "e4m3_queries": {"dtype": E4M3},
 }
 LOADS = {"direct": {}, **CONVERTED}
@@ -64,10 +55,9 @@ def shaped(case: Case, shape: str):
     inputs = build(dataclasses.replace(case, mask=MaskKind.CUSTOM), device="cuda")
     inputs.masks = []
     for rows, keys in zip(case.qo_lens, case.kv_lens, strict=True):
-        i = torch.arange(rows, device="cuda")[:, None]
-        j = torch.arange(keys, device="cuda")[None, :]
-        inputs.masks.append(SHAPES[shape](i, j, keys - rows, keys))
-    inputs.custom_mask = torch.cat([mask.flatten() for mask in inputs.masks])
+        i, j = torch.arange(rows, device="cuda"), torch.arange(keys, device="cuda")
+        inputs.masks.append(SHAPES[shape](i[:, None], j[None], keys - rows, keys))
+    attach_masks(inputs, inputs.masks, "cuda")
     return inputs
 
 
@@ -78,76 +68,50 @@ def planned(case: Case, shape: str, backend: str):
         return runner.planned(inputs, backend=backend), inputs
 
 
-def direct_cases() -> Iterator[Case]:
-    for dims, page_size in itertools.product(DIMS, (0, 1, 16, 48)):
-        yield Case("shape", *LENS, 6, 2, *dims, page_size=page_size)
+HALF_DIRECT = ["direct"] * len(CONVERTED) + [*CONVERTED]
+
+
+def drawn(count: int, lens=LENS, heads=((6, 2),), loads=HALF_DIRECT, **axes) -> Iterator[tuple]:
+    """Draws from all combinations of shapes, heads, operands and axes: thousands together."""
+    every = [*itertools.product(SHAPES, heads, loads, *axes.values())]
+    for shape, heads, load, *values in random.Random(count).sample(every, count):
+        how = dict(zip(axes, values, strict=True))
+        yield shape, Case(load, *lens, *heads, *how.pop("dims"), **how | LOADS[load])
+
+
+def shaped_cases() -> Iterator[tuple[str, Case]]:
+    yield from drawn(360, dims=DIMS, page_size=(0, 1, 16, 48))
     # 300 heads of one group are more than a tile has rows.
-    for head_dim, heads in itertools.product((128, 512), ((5, 5), (14, 2), (300, 1))):
-        yield Case("group", (40, 3), (333, 150), *heads, head_dim)
-    for head_dim, window_left in itertools.product((128, 512), (0, 100)):
-        yield Case("window", *LENS, 6, 2, head_dim, window_left=window_left, page_size=16)
-    # Chunks of which a mask leaves nothing.
-    for head_dim, page_size in itertools.product((128, 512), (0, 5)):
-        yield Case("split", *LENS, 6, 2, head_dim, page_size=page_size, fixed_split_size=256)
-    # Above 256 columns K and V arrive in slices of 128, of K as many as the head has.
-    sliced = ((264, 320), (512, 64), (64, 512), (384, 256))
-    for dims, page_size in itertools.product(sliced, (0, 1, 16)):
-        yield Case("slices", *LENS, 4, 1, *dims, page_size=page_size)
-    positions = (Position.NONE, Position.ALIBI)
-    for soft_cap, position, dims in itertools.product((None, 20.0), positions, DIMS):
-        how = {"soft_cap": soft_cap, "position": position, "sinks": Sinks.MIXED, "page_size": 16}
-        yield Case("logits", *LENS, 6, 2, *dims, **how)
-
-
-def drawn(count: int, seed: int, **axes) -> Iterator[tuple]:
-    """Draws from all combinations of shapes, operands and `axes`: thousands together."""
-    every = itertools.product(SHAPES, CONVERTED.values(), *axes.values())
-    for shape, load, *values in random.Random(seed).sample(list(every), count):
-        yield shape, load, dict(zip(axes, values, strict=True))
-
-
-def converted_cases() -> Iterator[tuple[str, Case]]:
-    for shape, load, how in drawn(150, 1, page_size=[0, 1, 16], dims=DIMS):
-        yield shape, Case("shape", *LENS, 6, 2, *how["dims"], page_size=how["page_size"], **load)
+    groups, wide = [(5, 5), (14, 2), (300, 1)], [(128, 128), (512, 512)]
+    yield from drawn(60, ((40, 3), (333, 150)), groups, dims=wide)
+    yield from drawn(80, dims=wide, window_left=(0, 100), page_size=[16])
     # Chunks of which a mask leaves nothing; (80, 48) is padded.
-    split = {"page_size": 5, "fixed_split_size": 256}
-    for shape, load, how in drawn(60, 2, dims=[(80, 48), (128, 128), (256, 256), (512, 512)]):
-        yield shape, Case("split", *LENS, 6, 2, *how["dims"], **split, **load)
+    yield from drawn(110, dims=[(80, 48), *DIMS], page_size=(0, 5), fixed_split_size=[256])
+    # Above 256 columns K and V arrive in slices of 128, of K as many as the head has.
+    sliced = [(264, 320), (512, 64), (64, 512), (384, 256)]
+    yield from drawn(70, LENS, [(4, 1)], ["direct"], dims=sliced, page_size=(0, 1, 16))
     # Decode, and drafts: short tiles know no mask.
     lens = (1, 1, 4, 1, 0, 7), (1700, 1, 513, 40, 90, 3001)
-    for shape, load, how in drawn(60, 3, dims=DIMS):
-        yield shape, Case("few", *lens, 8, 1, *how["dims"], page_size=16, **load)
-    for shape, load, how in drawn(40, 4, window_left=[0, 100]):
-        yield shape, Case("window", *LENS, 6, 2, 128, page_size=16, **how, **load)
-    for shape, load, how in drawn(80, 5, head_dim=[64, 128, 256, 512], soft_cap=[None, 20.0]):
-        narrow = "kv_dtype" in load or load.get("dtype") is E4M3
-        how |= {"position": Position.ALIBI, "sinks": Sinks.MIXED, "head_scales": narrow, **load}
-        yield shape, Case("logits", *LENS, 6, 2, how.pop("head_dim"), **how)
+    yield from drawn(60, lens, [(8, 1)], CONVERTED, dims=DIMS, page_size=[16])
+    how = {"sinks": [Sinks.MIXED], "soft_cap": (None, 20.0), "page_size": (0, 16), "dims": DIMS}
+    for shape, case in drawn(200, position=(Position.NONE, Position.ALIBI), **how):
+        yield shape, dataclasses.replace(case, head_scales=case.dtype_kv.itemsize == 1)
 
 
-SHAPED = [*itertools.product(SHAPES, direct_cases()), *converted_cases()]
+SHAPED = dict.fromkeys(shaped_cases())
 
 
-@pytest.mark.parametrize(
-    ("backend", "shape", "case"),
-    [
-        pytest.param(backend, shape, case, id=f"{backend}-{shape}-{case.id}")
-        for shape, case in SHAPED
-        for backend in GPU_BACKENDS
-    ],
-)
+@pytest.mark.parametrize(("shape", "case"), SHAPED, ids=lambda part: getattr(part, "id", part))
 def test_shapes(backend, shape, case):
     check_run(*planned(case, shape, backend))
 
 
-@on_every_backend
 @on_every_load
 def test_twenty_runs_are_equal(backend, load):
     case = Case("repeat", *LENS, 8, 2, 128, page_size=16, **load)
-    assert_twenty_runs_are_equal(*planned(case, "ladder", backend))
+    check_runs(*planned(case, "ladder", backend))
 
 
-@on_every_backend
 @on_every_load
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(
@@ -161,20 +125,10 @@ def test_more_tiles_than_slots(backend, dims, shape, page_size, load):
     check_run(*planned(case, shape, backend))
 
 
-@on_every_backend
-@pytest.mark.parametrize("shape", SHAPES)
-def test_single(backend, shape):
-    inputs = shaped(Case("single", (333,), (1111,), 6, 2, 128), shape)
-    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
-
-
-# --- where masks come from and when ----------------------------------------------
-
-
-@on_every_backend
 def test_plan_on_one_stream_and_run_on_another(backend):
-    """plan()'s analysis of the mask is complete when a run on another stream begins."""
-    case = Case("streams", *LENS, 6, 2, 128, page_size=16, mask=MaskKind.CUSTOM)
+    """plan()'s analysis of the mask is complete when a run on another stream begins, and serves
+    variants of the plan that only a run asks for."""
+    case = Case("streams", *LENS, 6, 2, 128, page_size=16)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     for shape in ("blocks", "stripes", "causal", "nothing", "everything"):
         inputs = shaped(case, shape)
@@ -185,24 +139,13 @@ def test_plan_on_one_stream_and_run_on_another(backend):
             runner.plan(wrapper, inputs)
         with torch.cuda.stream(running):
             result = runner.run(wrapper, inputs)
+            of_window = runner.run(wrapper, inputs, window_left=50)
         running.synchronize()
         runner.compare(inputs, *result).check()
+        inputs.case = dataclasses.replace(inputs.case, window_left=50)
+        runner.compare(inputs, *of_window).check()
 
 
-@on_every_backend
-def test_later_options_have_the_same_mask(backend):
-    """Another variant of the plan, first asked for by a run."""
-    case = Case("later", *LENS, 6, 2, 128, page_size=16)
-    wrapper, inputs = planned(case, "blocks", backend)
-    inputs.case = dataclasses.replace(inputs.case, window_left=50)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        result = runner.run(wrapper, inputs, window_left=50)
-    torch.cuda.synchronize()
-    runner.compare(inputs, *result).check()
-
-
-@on_every_backend
 @on_every_load
 def test_masks_of_a_graph(backend, load):
     """Between replays the mask changes by a plan, and by the caller in its buffer."""
@@ -213,16 +156,13 @@ def test_masks_of_a_graph(backend, load):
     runner.plan(wrapper, inputs)
     runner.run(wrapper, inputs)
     graph, result = captured(lambda: runner.run(wrapper, inputs))
-    for shape in SHAPES:
-        changed = shaped(case, shape)
-        inputs.masks, inputs.custom_mask = changed.masks, changed.custom_mask
-        runner.plan(wrapper, inputs)
-        graph.replay()
-        runner.compare(inputs, *result).check()
-    for shape in SHAPES:
+    for plans, shape in itertools.product((True, False), SHAPES):
         inputs.masks = shaped(case, shape).masks
-        bits = [preflash.packbits(mask.flatten(), bitorder="little") for mask in inputs.masks]
-        bits = torch.cat(bits)
-        buffers["custom_mask_buf"][: bits.numel()].copy_(bits)
+        if plans:
+            attach_masks(inputs, inputs.masks, "cuda")
+            runner.plan(wrapper, inputs)
+        else:
+            bits = torch.cat([pack_little(mask) for mask in inputs.masks])
+            buffers["custom_mask_buf"][: bits.numel()].copy_(bits)
         graph.replay()
         runner.compare(inputs, *result).check()

@@ -8,29 +8,21 @@ from collections.abc import Iterator
 import backends
 import pytest
 import torch
+from backends import on_cases, same_bits
+from converted_cases import E4M3
 from preflash import _core
-from preflash.testing import Case, KvForm, MaskKind, Sinks, build, reference, runner
+from preflash.testing import Case, KvForm, MaskKind, Sinks, reference, runner
 from preflash.testing.case import Garbage
-from require_variant import why_no_fa3
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("fa3")
 
-E4M3 = torch.float8_e4m3fn
 CAUSAL, FULL = MaskKind.CAUSAL, MaskKind.NONE
 BASE = Case("native", (190, 0, 77, 3), (470, 9, 77, 0), 4, 2, 128, dtype=E4M3, mask=CAUSAL)
 
 
-@pytest.fixture(autouse=True)
-def fa3() -> str:
-    if why_no_fa3():
-        pytest.skip(why_no_fa3())
-    return "fa3"
-
-
-def planned(case, **overrides):
+def planned(case):
     """Plans, and requires products of 8 bits: another kernel's result proves nothing here."""
-    inputs = build(case, device="cuda")
-    wrapper = runner.planned(inputs, backend="fa3", **overrides)
+    wrapper, inputs = backends.planned(case, "fa3")
     native = f"sm90_e4m3_d{64 if case.head_dim <= 64 else 128}"
     if native not in {kernel["id"] for kernel in _core.kernels()}:
         raise NotImplementedError(f"{native} is not compiled")
@@ -42,9 +34,8 @@ def check_run(wrapper, inputs, expected=None, **options) -> tuple:
     """Compares a run with the oracle; returns (out, lse). A run without an LSE, which has a kernel
     of its own, gives the same bits."""
     out, lse = backends.check_run(wrapper, inputs, expected, **options)
-    alone = backends.poisoned(inputs)["out"]
-    runner.run(wrapper, inputs, out=alone, lse=None, return_lse=False, **options)
-    assert torch.equal(alone.view(torch.uint8), out.view(torch.uint8))
+    alone = runner.run(wrapper, inputs, lse=None, return_lse=False, **options)
+    assert same_bits([alone], [out])
     return out, lse
 
 
@@ -58,65 +49,58 @@ def every(**axes) -> Iterator[dict]:
         yield dict(zip(axes, values, strict=True))
 
 
-# --- shapes, storage, masks -------------------------------------------------------
-
-
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 112, 128])
-@pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 64, 128, 256])
-def test_storage(head_dim, page_size):
-    check_run(*planned(changed(head_dim=head_dim, page_size=page_size)))
-
-
-def native_cases() -> Iterator[Case]:
-    # Each place of a key in a tile, and what follows a request in memory. The last request is why
-    # the tiles are those of prefill.
-    kv_lens = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 257)
-    for kv_len in kv_lens:
-        case = changed(qo_lens=(65, 1, 70), kv_lens=(kv_len, 40, 150), mask=FULL)
-        for axes in every(page_size=(0, 5, 16), head_dim=(64, 128)):
-            yield dataclasses.replace(case, garbage=Garbage.ANY, **axes)
-    for qo_len in (17, 63, 64, 65, 127, 129, 300):
-        for axes in every(head_dim=(64, 128)):
-            yield changed(qo_lens=(qo_len, 1), kv_lens=(333, 50), **axes)
-    for num_qo_heads, num_kv_heads in ((1, 1), (8, 1), (7, 1), (6, 3), (160, 1)):
-        heads = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
-        for axes in every(mask=(CAUSAL, FULL)):
-            yield changed(qo_lens=(40, 21), kv_lens=(300, 21), **heads, **axes)
-    windows = (0, 1, 60, 127, 128, 300)
-    for axes in every(window_left=windows, page_size=(0, 3, 16), head_dim=(64, 128)):
-        yield changed(qo_lens=(200, 90, 3, 1), kv_lens=(700, 90, 400, 5), **axes)
-    layouts, forms = ("NHD", "HND"), (KvForm.PADDED, KvForm.TRANSPOSED)
-    for axes in every(layout=layouts, form=forms, page_size=(0, 16)):
-        yield changed(**axes)
-    for axes in every(layout=layouts, form=(KvForm.COMBINED,), page_size=(16, 5)):
-        yield changed(**axes)
-    sinks = [one for one in Sinks if one is not Sinks.NONE]
-    for axes in every(sinks=sinks, fixed_split_size=(None, 128)):
-        yield changed(**axes)
-    outputs = (torch.bfloat16, torch.float16, E4M3)
-    scales = (False, True)
-    for axes in every(o_dtype=outputs, head_scales=scales, page_size=(0, 16), head_dim=(64, 128)):
-        yield changed(**axes)
-    # With 4 a row has few weights, and later tiles exceed the first one's maximum by far.
-    for axes in every(sm_scale=(-0.1, 0.0, 1.0, 4.0), disable_split_kv=(False, True)):
-        yield changed(kv_lens=(1470, 9, 77, 0), **axes)
-
-
-@pytest.mark.parametrize("case", list(native_cases()), ids=lambda case: case.id)
-def test_numbers(case):
+@on_cases(
+    changed(head_dim=head_dim, page_size=page_size)
+    for head_dim in (16, 32, 64, 80, 96, 112, 128)
+    for page_size in (0, 1, 3, 8, 16, 64, 128, 256)
+)
+def test_storage(case):
     check_run(*planned(case))
 
 
-@pytest.mark.parametrize("split", [128, 256, 1024])
-@pytest.mark.parametrize("page_size", [0, 1, 16])
-def test_split_keys(split, page_size):
+def changes_of_numbers() -> Iterator[dict]:
+    # Each place of a key in a tile, and what follows a request in memory. The last request is why
+    # the tiles are those of prefill.
+    kv_lens = (1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 255, 257)
+    for kv_len, axes in itertools.product(kv_lens, every(page_size=(0, 5, 16), head_dim=(64, 128))):
+        lens = {"qo_lens": (65, 1, 70), "kv_lens": (kv_len, 40, 150)}
+        yield {"mask": FULL, "garbage": Garbage.ANY, **lens, **axes}
+    yield from every(
+        qo_lens=[(qo_len, 1) for qo_len in (17, 63, 64, 65, 127, 129, 300)],
+        kv_lens=[(333, 50)],
+        head_dim=(64, 128),
+    )
+    for heads, kv_heads in ((1, 1), (8, 1), (7, 1), (6, 3), (160, 1)):
+        lens = {"qo_lens": (40, 21), "kv_lens": (300, 21)}
+        for axes in every(mask=(CAUSAL, FULL)):
+            yield {"num_qo_heads": heads, "num_kv_heads": kv_heads, **lens, **axes}
+    windows = (0, 1, 60, 127, 128, 300)
+    for axes in every(window_left=windows, page_size=(0, 3, 16), head_dim=(64, 128)):
+        yield {"qo_lens": (200, 90, 3, 1), "kv_lens": (700, 90, 400, 5), **axes}
+    layouts, forms = ("NHD", "HND"), (KvForm.PADDED, KvForm.TRANSPOSED)
+    yield from every(layout=layouts, form=forms, page_size=(0, 16))
+    yield from every(layout=layouts, form=(KvForm.COMBINED,), page_size=(16, 5))
+    yield from every(
+        sinks=[one for one in Sinks if one is not Sinks.NONE], fixed_split_size=(None, 128)
+    )
+    yield from every(
+        o_dtype=(torch.bfloat16, torch.float16, E4M3),
+        head_scales=(False, True),
+        page_size=(0, 16),
+        head_dim=(64, 128),
+    )
+    # With 4 a row has few weights, and later tiles exceed the first one's maximum by far.
+    for axes in every(sm_scale=(-0.1, 0.0, 1.0, 4.0), disable_split_kv=(False, True)):
+        yield {"kv_lens": (1470, 9, 77, 0), **axes}
     lens = {"qo_lens": (33, 40, 0, 18), "kv_lens": (3000, 333, 5, 700)}
-    case = changed(page_size=page_size, fixed_split_size=split, **lens)
-    runner.check(build(case, device="cuda"), backend="fa3")
+    for axes in every(page_size=(0, 1, 16), fixed_split_size=(128, 256, 1024)):
+        yield lens | axes
 
 
-# --- outputs and scales ---------------------------------------------------------
+@on_cases(changed(**changes) for changes in changes_of_numbers())
+def test_numbers(case):
+    check_run(*planned(case))
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
@@ -131,33 +115,29 @@ def test_one_factor_for_a_tensor(factors, as_tensors):
     check_run(wrapper, inputs, reference(inputs, pipeline=pipeline), **given)
 
 
-# --- P's range, and the sums over many keys --------------------------------------
-
 # Logits are the first column of the keys.
 FIRST_COLUMN = {"num_qo_heads": 1, "num_kv_heads": 1, "sm_scale": 1.0}
 
 
-def one_request(qo_len: int, kv_len: int, **changes) -> Case:
+def one_request(qo_len: int, kv_len: int, first_column: float | None = None, **changes) -> tuple:
+    """Plans a request, of queries that are 0 but for their first column if that is given. Returns
+    the wrapper, its inputs, and the request's keys and values in them."""
     lens = {"qo_lens": (qo_len,), "kv_lens": (kv_len,)}
-    return changed(mask=FULL, disable_split_kv=True, **lens, **changes)
-
-
-def set_queries(inputs, value: float) -> None:
-    """Sets the first column of the queries, and the others to 0."""
-    q = torch.zeros(inputs.q.shape)
-    q[..., 0] = value
-    inputs.q.copy_(q)
+    wrapper, inputs = planned(changed(mask=FULL, disable_split_kv=True, **lens, **changes))
+    one = inputs.request(0)
+    if first_column is not None:
+        inputs.q.fill_(0.0)
+        inputs.q[..., 0] = first_column
+    return wrapper, inputs, one.k, one.v
 
 
 @pytest.mark.parametrize("step", [0.5, 2.0, 8.0, 40.0])
 @pytest.mark.parametrize("rising", [True, False])
 def test_maxima_that_move(step, rising):
     """Logits that rise or fall by `step` (base e) from tile to tile: P never saturates."""
-    wrapper, inputs = planned(one_request(130, 1300, **FIRST_COLUMN))
-    set_queries(inputs, 1.0)
+    wrapper, inputs, k, _ = one_request(130, 1300, 1.0, **FIRST_COLUMN)
     tile = torch.arange(1300) // 128
-    tile = tile.max() - tile if rising else tile  # the last tile comes first
-    inputs.k[:1300, 0, 0].copy_(step * tile)
+    k[:, 0, 0].copy_(step * (tile.max() - tile if rising else tile))  # the last tile comes first
     expected = reference(inputs)
     # One product alone is exact.
     expected.product_bound.zero_()
@@ -168,8 +148,7 @@ def test_maxima_that_move(step, rising):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_equal_logits(kv_len, head_dim):
     """Every weight is equal, so that O is the mean of V: no weight may saturate or vanish."""
-    wrapper, inputs = planned(one_request(70, kv_len, head_dim=head_dim))
-    set_queries(inputs, 0.0)
+    wrapper, inputs, _, _ = one_request(70, kv_len, 0.0, head_dim=head_dim)
     _, lse = check_run(wrapper, inputs)
     # float32 adds powers of 2 up: the LSE has none of the errors of P.
     assert (lse - math.log2(kv_len)).abs().max() < 1e-4
@@ -179,13 +158,12 @@ def test_equal_logits(kv_len, head_dim):
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_huge_logits_are_right_or_nan(sm_scale, return_lse):
     """The origin of exponents is rounded by so much that every weight may become 0."""
-    wrapper, inputs = planned(one_request(70, 500, head_dim=64, sm_scale=sm_scale))
-    set_queries(inputs, 448.0)
-    inputs.k[:500].copy_(inputs.q[:1, :1].expand(inputs.k[:500].shape))
-    inputs.v[:500].copy_(torch.randn(inputs.v[:500].shape) * 0.3 + 3.0)
+    wrapper, inputs, k, v = one_request(70, 500, 448.0, head_dim=64, sm_scale=sm_scale)
+    k.copy_(inputs.q[:1, :1].expand(k.shape))
+    v.copy_(torch.randn(v.shape) * 0.3 + 3.0)
     out = runner.run(wrapper, inputs, return_lse=return_lse, lse=None)
     out = (out[0] if return_lse else out).double()
-    mean = inputs.v[:500].double().mean(0).repeat_interleave(2, 0).expand(out.shape)
+    mean = v.double().mean(0).repeat_interleave(2, 0).expand(out.shape)
     right = (out - mean).abs() < 0.11  # 3.3 % of 3, and bfloat16's roundoff
     assert (right | out.isnan()).all()
     assert (right if sm_scale == 50.0 else out.isnan()).all()
@@ -195,10 +173,10 @@ def test_huge_logits_are_right_or_nan(sm_scale, return_lse):
 def test_outlier_channels(kv_len):
     """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
     six tiles 40000 keys lose 2 % of them, without its row sums 1 %."""
-    wrapper, inputs = planned(one_request(64, kv_len, num_qo_heads=2, num_kv_heads=1))
-    values = torch.randn(inputs.v[:kv_len].shape, device="cuda") * 0.3
+    wrapper, inputs, _, v = one_request(64, kv_len, num_qo_heads=2, num_kv_heads=1)
+    values = torch.randn(v.shape) * 0.3
     values[..., ::7] += 6.0
-    inputs.v[:kv_len].copy_(values)
+    v.copy_(values)
     expected = reference(inputs)
     out, _ = check_run(wrapper, inputs, expected)
     outliers = out.double()[..., ::7] / expected.out[..., ::7]
@@ -212,22 +190,18 @@ def test_outlier_channels(kv_len):
 def test_one_large_logit(kv_len, logit, key):
     """Weights far below the largest one count: together they may outweigh it. References that stay
     where the large one is lose 15 % of the output at 20000 keys."""
-    wrapper, inputs = planned(one_request(40, kv_len, **FIRST_COLUMN))
-    set_queries(inputs, 1.0)
-    logits = torch.randn(kv_len)
-    logits[max(key, -kv_len)] = logit
-    inputs.k[:kv_len].copy_(torch.zeros(inputs.k[:kv_len].shape))
-    inputs.k[:kv_len, 0, 0].copy_(logits)
+    wrapper, inputs, k, v = one_request(40, kv_len, 1.0, **FIRST_COLUMN)
+    logits, key = torch.randn(kv_len), max(key, -kv_len)
+    logits[key] = logit
+    k.fill_(0.0)
+    k[:, 0, 0].copy_(logits)
     # Where the key of the large logit had such a value, too, lost weights would not change O.
-    inputs.v[:kv_len].copy_(torch.randn(inputs.v[:kv_len].shape) * 0.3 + 3.0)
-    inputs.v[:kv_len][max(key, -kv_len)] = 0.0
+    v.copy_(torch.randn(v.shape) * 0.3 + 3.0)
+    v[key] = 0.0
     out, _ = runner.run(wrapper, inputs)
-    errors = (out.double() - reference(inputs).out.to(out.device)) / 3
+    errors = (out.double() - reference(inputs).out) / 3
     # The output's roundoff, and up to six tiles of small weights, the same in every row.
     assert errors.abs().max() < 2.0**-8 + 0.016
-
-
-# --- which kernel ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,9 +216,7 @@ def test_one_large_logit(kv_len, logit, key):
     ids=str,
 )
 def test_the_rest_is_converted(changes):
-    case = changed(**changes)
-    inputs = build(case, device="cuda")
-    wrapper = runner.planned(inputs, backend="fa3")
+    wrapper, inputs = backends.planned(changed(**changes), "fa3")
     assert "e4m3" not in wrapper.variant
     check_run(wrapper, inputs)
 
@@ -253,5 +225,4 @@ def test_the_rest_is_converted(changes):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_twenty_runs_are_equal(page_size, head_dim):
     case = changed(page_size=page_size, qo_lens=(300, 5, 77, 3), head_dim=head_dim)
-    wrapper, inputs = planned(case)
-    backends.assert_twenty_runs_are_equal(wrapper, inputs)
+    backends.check_runs(*planned(case))
