@@ -15,17 +15,8 @@ import preflash
 import pytest
 import torch
 from planned_cases import PAGED_ARRAYS, tensors, unplanned
-from preflash.testing import (
-    Case,
-    KvForm,
-    MaskKind,
-    Sinks,
-    build,
-    compare,
-    poison,
-    reference,
-    runner,
-)
+from preflash.testing import Case, KvForm, MaskKind, Sinks, build, compare, poison, runner
+from preflash.testing.oracle import reference
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -35,6 +26,7 @@ PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
 VLLM = dataclasses.replace(PAGED, name="vllm", form=KvForm.HALVES)
 SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 BOTH = (RAGGED, PAGED)
+BUFFERS = [f"{name}_buf" for name in PAGED_ARRAYS]
 
 
 def both(**changes) -> tuple[Case, ...]:
@@ -46,11 +38,17 @@ def leading(inputs) -> tuple:
     return runner.plan_arguments(inputs)[0]
 
 
-def check(inputs, result, expected=None, **changes) -> None:
+def remade(wrapper, inputs, **options):
+    """Makes another wrapper like one without a plan; options: of the constructor."""
+    work = runner.workspace(inputs.q.device)
+    return type(wrapper)(work, inputs.case.layout, backend=wrapper._backend, **options)
+
+
+def check(inputs, result, **changes) -> None:
     """Compares (out, lse) or out with the oracle's. changes: of the case's pipeline."""
     out, lse = result if isinstance(result, tuple) else (result, None)
     if not changes:
-        runner.compare(inputs, out, lse, expected).check()
+        runner.compare(inputs, out, lse).check()
         return
     pipeline = dataclasses.replace(inputs.pipeline, **changes)
     expected = reference(inputs, pipeline=pipeline)
@@ -144,37 +142,28 @@ def indptr_of_values_and_outputs(wrapper, inputs):
             yield runner.run(wrapper, inputs)
 
 
-def as_vllm(buffers=(), **options):
+def as_vllm(*buffers, **options):
     """Arrays are on the host, in pinned memory where there is a GPU, but for the page indices."""
 
     def call(wrapper, inputs):
-        case, device = inputs.case, inputs.q.device
-        sizes = zip(buffers, (5, 5, 64, 4), strict=False)
-        wrapper = type(wrapper)(
-            runner.workspace(device), case.layout, backend="auto", use_cuda_graph=False,
-            **{name: torch.zeros(n, dtype=torch.int32, device=device) for name, n in sizes},
-        )  # fmt: skip
-        arrays = {
-            **dict(zip(PAGED_ARRAYS, leading(inputs), strict=False)),
-            "seq_lens": torch.tensor(case.kv_lens, dtype=torch.int32),
-        }
+        ints = functools.partial(torch.zeros, dtype=torch.int32, device=inputs.q.device)
+        sizes = {name: ints(n) for name, n in zip(buffers, (5, 5, 64, 4), strict=False)}
+        wrapper = remade(wrapper, inputs, use_cuda_graph=False, **sizes)
+        arrays = dict(zip(PAGED_ARRAYS, leading(inputs), strict=False))
+        arrays["seq_lens"] = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
         for name in set(arrays) - {"paged_kv_indices"}:
             array = arrays[name].cpu()
             arrays[name] = array.pin_memory() if torch.cuda.is_available() else array
         plan = {
             "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "page_size": 16,
-            "sm_scale": case.scale, "window_left": -1, "logits_soft_cap": None, "causal": True,
-            "q_data_type": HALF, "kv_data_type": HALF, "o_data_type": HALF,
-            "fixed_split_size": -1, "disable_split_kv": False, **options,
+            "sm_scale": inputs.case.scale, "window_left": -1, "logits_soft_cap": None,
+            "causal": True, "q_data_type": HALF, "kv_data_type": HALF, "o_data_type": HALF,
+            "fixed_split_size": -1, "disable_split_kv": False,
         }  # fmt: skip
-        wrapper.plan(**arrays, **plan)
-        cap = plan["logits_soft_cap"] or 0.0
-        shown = (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale, wrapper._causal)
-        assert shown == (plan["window_left"], cap, plan["sm_scale"], True)
-        out = poison(inputs.q.shape, HALF, device)
+        wrapper.plan(**arrays, **{**plan, **options})
         scales = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "kv_cache_sf": None}
-        cache = (inputs.k, inputs.v)
-        yield wrapper.run(inputs.q, cache, **scales, out=out, return_lse=True)
+        out = poison(inputs.q.shape, HALF, inputs.q.device)
+        yield wrapper.run(inputs.q, (inputs.k, inputs.v), **scales, out=out, return_lse=True)
 
     return call
 
@@ -183,8 +172,7 @@ def as_vllm(buffers=(), **options):
 
 
 def neutral_values(wrapper, inputs):
-    options = {"jit_args": None, "jit_kwargs": None, "variant_owns_mask": False}
-    wrapper = type(wrapper)(runner.workspace(inputs.q.device), **options)
+    wrapper = remade(wrapper, inputs, jit_args=None, jit_kwargs=None, variant_owns_mask=False)
     runner.plan(wrapper, inputs)
     for name, value in (("o_scale", 1.0), ("use_fp16_softmax", False), ("uses_spcompress", False)):
         for neutral in (None, value):
@@ -243,10 +231,10 @@ def jit_args(dtype=HALF, **replaced) -> tuple:
     return tuple({**given, **replaced}.values())
 
 
-def of_sinks(wrapper, inputs, **options):
-    """Makes a wrapper of that kind by jit_args; options: of the constructor."""
-    work = runner.workspace(inputs.q.device)
-    return type(wrapper)(work, jit_args=jit_args(inputs.case.dtype), **options)
+def of_sinks(wrapper, inputs, jit_kwargs=None, **replaced):
+    """Makes a wrapper of that kind by jit_args; replaced: of them."""
+    options = {"jit_args": jit_args(inputs.case.dtype, **replaced), "jit_kwargs": jit_kwargs}
+    return remade(wrapper, inputs, **options)
 
 
 def sinks_by_position(window, causal):
@@ -285,10 +273,12 @@ def single(*arguments, name="single_prefill_with_kv_cache_return_lse"):
     return call
 
 
-def single_of_e5m2(_, inputs):
-    q, kv = inputs.q.to(E5M2), (inputs.k[:30], inputs.v[:30])
+def single_of_e5m2(wrapper, inputs):
+    q = inputs.q.to(E5M2)
     inputs.q = q.to(BFLOAT)
-    out, lse = preflash.single_prefill_with_kv_cache_return_lse(q, *kv, causal=True)
+    out, lse = preflash.single_prefill_with_kv_cache_return_lse(
+        q, inputs.k[:30], inputs.v[:30], causal=True, backend=wrapper._backend
+    )
     assert out.dtype == BFLOAT
     yield out, lse
 
@@ -317,7 +307,7 @@ CALLS = {
     "soft caps": (BOTH, {}, soft_caps_that_are_none),
     "v_indptr": ((RAGGED,), {}, indptr_of_values_and_outputs),
     # TensorRT-LLM's buffers are given without graphs.
-    "vLLM, buffers": ((VLLM,), {"causal": True}, as_vllm([f"{name}_buf" for name in PAGED_ARRAYS])),
+    "vLLM, buffers": ((VLLM,), {"causal": True}, as_vllm(*BUFFERS)),
     "vLLM, batch invariance": (
         (VLLM,), {"causal": True}, as_vllm(fixed_split_size=4096, disable_split_kv=True)
     ),
@@ -491,6 +481,7 @@ REFUSED = [
         for call in (
             replans(q_data_type=BFLOAT, kv_data_type=BFLOAT), replans(head_dim_vo=128),
             replans(pos_encoding_mode="ALIBI"),
+            lambda w, i: runner.plan(of_sinks(w, i, head_dim_qk=128), i),
         )
     ]),
     (WITH_SINKS, TypeError, [
