@@ -138,13 +138,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("read", [True, False], ids=["", "unread"])
-@pytest.mark.parametrize(
+ROWS = pytest.mark.parametrize(
     ("name", "option"), [(name, option) for name in CALLS for option in CALLS[name][2]]
 )
-def test_calls(request, target, name, option, read):
-    if not read:
-        target = request.getfixturevalue("unread_lengths")
+
+
+@ROWS
+def test_calls(target, name, option):
     attend, case, _ = CALLS[name]
     case = dataclasses.replace(case, **OPTIONS[option])
     if attend is cudnn_decode:
@@ -156,6 +156,11 @@ def test_calls(request, target, name, option, read):
         lse = comparison.poison(inputs.q.shape[:2], torch.float32, inputs.q.device)
         assert attend(inputs, target, place, out=out, lse=lse) is out
         check(inputs, (out, lse))
+
+
+@ROWS
+def test_plans_for_the_longest_requests(unread_lengths, name, option):
+    test_calls(unread_lengths, name, option)
 
 
 def test_calls_by_position(target):
