@@ -9,14 +9,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import preflash
 import pytest
 import torch
-from preflash.testing import Case, build, compare, reference, runner
-from shared_prefixes import shared_prefix, table_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,76 +26,32 @@ ROOT = Path(__file__).parents[3]
 
 def stand_ins(functions: str, classes: str = "") -> str:
     """Writes functions that return whose they are, and empty classes."""
-    lines = [f'def {name}(*args, **options): return "flashinfer\'s"' for name in functions.split()]
-    return "\n".join([*lines, *(f"class {name}: pass" for name in classes.split()), ""])
+    lines = [f"def {name}(*args, **options): return 'theirs'" for name in functions.split()]
+    lines += [f"class {name}: pass" for name in classes.split()]
+    return "\n".join([*lines, ""])
 
 
 PACKAGE = {
     "flashinfer/__init__.py": """
         __version__ = "9.8.7"
-        from . import attention, pod, sparse
+        from . import attention
         from .cascade import merge_state
         from .decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
-        from .decode import CUDAGraphBatchDecodeWithPagedKVCacheWrapper
         from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
         from .quantization import packbits
     """,
     "flashinfer/prefill.py": stand_ins(
-        "single_prefill_with_kv_cache trtllm_batch_context_with_kv_cache fmha_varlen "
-        "trtllm_ragged_attention_deepseek",
+        "single_prefill_with_kv_cache trtllm_ragged_attention_deepseek",
         "BatchPrefillWithPagedKVCacheWrapper",
     )
-    + "import functools\n"
-    "single_prefill_with_kv_cache_return_lse = functools.partial(\n"
-    "    single_prefill_with_kv_cache, return_lse=True)\n",
-    "flashinfer/decode.py": "from .prefill import BatchPrefillWithPagedKVCacheWrapper\n"
-    + stand_ins(
-        "fast_decode_plan cudnn_batch_decode_with_kv_cache",
-        "BatchDecodeWithPagedKVCacheWrapper CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    + "from functools import partial\n"
+    "single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache)",
+    "flashinfer/decode.py": stand_ins(
+        "fast_decode_plan cudnn_batch_decode_with_kv_cache", "BatchDecodeWithPagedKVCacheWrapper"
     ),
-    "flashinfer/cascade.py": """
-        from .decode import BatchDecodeWithPagedKVCacheWrapper
-        from .prefill import single_prefill_with_kv_cache
-
-        def merge_state(v_a, s_a, v_b, s_b):
-            return "flashinfer's"
-
-        def merge_state_in_place(v, s, v_other, s_other):
-            return "flashinfer's"
-
-        merge_states = None
-
-        class DecodeWithAPrefix:
-            def __init__(self, float_workspace_buffer, kv_layout="NHD"):
-                self._batch_decode_wrapper = BatchDecodeWithPagedKVCacheWrapper(
-                    float_workspace_buffer, kv_layout
-                )
-                self._kv_layout = kv_layout
-
-            def begin_forward(self, *arguments):
-                *table_and_sizes, data_type = arguments
-                self._batch_decode_wrapper.begin_forward(
-                    *table_and_sizes, pos_encoding_mode="NONE", data_type=data_type
-                )
-
-            def forward(self, q, k_shared, v_shared, unique_kv_cache):
-                own = self._batch_decode_wrapper
-                v, s = single_prefill_with_kv_cache(
-                    q, k_shared, v_shared, causal=False, pos_encoding_mode="NONE",
-                    kv_layout=self._kv_layout, sm_scale=own._sm_scale,
-                    rope_scale=own._rope_scale, rope_theta=own._rope_theta, return_lse=True,
-                )
-                more = own.forward_return_lse(q, unique_kv_cache, pos_encoding_mode="NONE")
-                merge_state_in_place(v, s, *more)
-                return v
-    """,
+    "flashinfer/cascade.py": stand_ins("merge_state") + "merge_states = None",
     "flashinfer/attention/__init__.py": "from ._core import BatchAttention",
     "flashinfer/attention/_core.py": stand_ins("", "BatchAttention"),
-    "flashinfer/sparse.py": stand_ins(
-        "", "BlockSparseAttentionWrapper VariableBlockSparseAttentionWrapper"
-    ),
-    "flashinfer/pod.py": "from .quantization import packbits\n"
-    + stand_ins("", "PODWithPagedKVCacheWrapper"),
     # A submodule has the name of a function, in the real package too.
     "flashinfer/quantization/__init__.py": """
         from .packbits import packbits
@@ -109,7 +63,6 @@ PACKAGE = {
     "serving_engine.py": """
         import flashinfer
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
-        from flashinfer.decode import cudnn_batch_decode_with_kv_cache
         from flashinfer.cascade import merge_state as merge
         from flashinfer.quantization import packbits as _pack
     """,
@@ -158,25 +111,18 @@ def attributes():
     }
 
 
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+SINGLE = "single_prefill_with_kv_cache"
 REPLACED = {
-    "flashinfer": "BatchDecodeWithPagedKVCacheWrapper BatchPrefillWithPagedKVCacheWrapper "
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper fast_decode_plan merge_state packbits "
-    "single_prefill_with_kv_cache",
-    "flashinfer.attention": "BatchAttention",
-    "flashinfer.attention._core": "BatchAttention",
-    "flashinfer.cascade": "BatchDecodeWithPagedKVCacheWrapper merge_state merge_state_in_place "
-    "single_prefill_with_kv_cache",
-    "flashinfer.decode": "BatchDecodeWithPagedKVCacheWrapper BatchPrefillWithPagedKVCacheWrapper "
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper cudnn_batch_decode_with_kv_cache fast_decode_plan",
-    "flashinfer.pod": "PODWithPagedKVCacheWrapper packbits",
-    "flashinfer.prefill": "BatchPrefillWithPagedKVCacheWrapper fmha_varlen "
-    "single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse "
-    "trtllm_batch_context_with_kv_cache",
-    "flashinfer.quantization": "packbits",
-    "flashinfer.quantization.packbits": "packbits",
-    "flashinfer.sparse": "BlockSparseAttentionWrapper VariableBlockSparseAttentionWrapper",
-    "serving_engine": "BatchDecodeWithPagedKVCacheWrapper cudnn_batch_decode_with_kv_cache "
-    "fast_decode_plan merge _pack",
+    "flashinfer": [DECODE, PREFILL, "fast_decode_plan", "merge_state", "packbits", SINGLE],
+    "flashinfer.attention": ["BatchAttention"],
+    "flashinfer.attention._core": ["BatchAttention"],
+    "flashinfer.cascade": ["merge_state"],
+    "flashinfer.decode": [DECODE, "cudnn_batch_decode_with_kv_cache", "fast_decode_plan"],
+    "flashinfer.prefill": [PREFILL, SINGLE, f"{SINGLE}_return_lse"],
+    "flashinfer.quantization": ["packbits"],
+    "flashinfer.quantization.packbits": ["packbits"],
+    "serving_engine": [DECODE, "fast_decode_plan", "merge", "_pack"],
 }
 
 
@@ -187,7 +133,7 @@ def test_every_module_that_holds_a_served_name_gets_ours(flashinfer, engine):
         after = attributes()
         ours = {(r.module.__name__, r.name): r.new for r in patch.replaced}
         assert engine.merge is flashinfer.merge_state is preflash.merge_state
-        assert engine._pack is flashinfer.pod.packbits is preflash.packbits
+        assert engine._pack is flashinfer.packbits is preflash.packbits
         assert all(after[key] == id(new) for key, new in ours.items())
         for piece in (
             "flashinfer 9.8.7", "in effect", "preflash.decode.fast_decode_plan in flashinfer",
@@ -195,28 +141,11 @@ def test_every_module_that_holds_a_served_name_gets_ours(flashinfer, engine):
         ):  # fmt: skip
             assert piece in repr(patch)
     assert "undone" in repr(patch)
-    assert ours.keys() == {(home, n) for home, names in REPLACED.items() for n in names.split()}
+    assert ours.keys() == {(home, n) for home, names in REPLACED.items() for n in names}
     assert after.keys() == before.keys()
     assert {key for key in before if before[key] != after[key]} == ours.keys()
     aliases = ("merge", "_pack")
     assert all(new.__name__ == name for (_, name), new in ours.items() if name not in aliases)
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_class_of_flashinfer_that_builds_on_our_decode_wrapper(flashinfer, layout):
-    inputs, prefix, expected = shared_prefix("cpu", (1, 1, 1), 40, (30, 5, 16), layout)
-    with preflash.patch_flashinfer():
-        work = torch.empty(1 << 20, dtype=torch.uint8)
-        wrapper = flashinfer.cascade.DecodeWithAPrefix(work, layout)
-        own = wrapper._batch_decode_wrapper
-        assert isinstance(own, preflash.BatchDecodeWithPagedKVCacheWrapper)
-        assert own._rope_scale is own._rope_theta is own._pos_encoding_mode is None
-        for _ in range(2):
-            wrapper.begin_forward(*table_of(inputs), 8, 2, 128, 16, "float16")
-            for _ in range(2):
-                out = wrapper.forward(inputs.q, *prefix, inputs.cache)
-                compare(out, None, expected).check()
-        assert own._pos_encoding_mode == "NONE"
 
 
 def test_undo_restores_every_object(flashinfer, engine):
@@ -271,12 +200,13 @@ def test_modules_that_load_themselves_are_not_loaded(flashinfer, no_flashinfer, 
 
 
 def test_wrappers_made_before_are_refused(flashinfer):
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper()
     array = torch.tensor([0], dtype=torch.int32)
-    with preflash.patch_flashinfer():
-        plan = partial(flashinfer.fast_decode_plan, wrapper)
-        with pytest.raises(TypeError, match=r"flashinfer\.decode\.CUDAGraph.*must be preflash's"):
-            plan(array, array, array, 4, 2, 64, 16)
+    with (
+        preflash.patch_flashinfer(),
+        pytest.raises(TypeError, match=r"flashinfer\.decode\.Batch.*must be preflash's"),
+    ):
+        flashinfer.fast_decode_plan(wrapper, array, array, array, 4, 2, 64, 16)
 
 
 def test_an_interrupted_patch_changes_nothing(flashinfer, engine):
@@ -303,7 +233,7 @@ def test_names_one_by_one(flashinfer, engine):
     with preflash.patch_flashinfer(names=["merge_state"]) as patch:
         assert {r.new for r in patch.replaced} == {preflash.merge_state}
         assert engine.merge is preflash.merge_state
-        assert engine._pack(0) == "flashinfer's"
+        assert engine._pack(0) == "theirs"
         with preflash.patch_flashinfer(names=("merge_state", "packbits")) as more:
             assert {r.new for r in more.replaced} == {preflash.packbits}
     with pytest.raises(ValueError, match=r"no 'merge_stats' of.*Did you mean 'merge_state"):
@@ -356,59 +286,32 @@ def test_architectures_that_serve_a_gpu(architectures, capability, serves):
     assert preflash._core.compiled_for(architectures, capability) is serves
 
 
-def in_a_process(code, tmp_path, **environment):
-    """Returns what a new process prints, and its messages."""
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    inherited = {name: value for name, value in os.environ.items() if name != "PREFLASH_PATCH"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120,
-        env={**inherited, "PYTHONPATH": paths, **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split(), done.stderr
-
-
-THEIRS = "serving_engine's"
-
-
 @pytest.mark.parametrize(
-    ("group", "value", "merge", "pack"),
+    ("group", "value", "replaced"),
     [
-        ("vllm.general_plugins", None, THEIRS, THEIRS),
-        ("vllm.general_plugins", "1", "preflash.cascade", "preflash.quantization"),
-        ("sglang.srt.plugins", "0", THEIRS, THEIRS),
-        ("sglang.srt.plugins", "merge_state, merge_states", "preflash.cascade", THEIRS),
+        ("vllm.general_plugins", None, ()),
+        ("vllm.general_plugins", "1", ("merge", "_pack")),
+        ("sglang.srt.plugins", "0", ()),
+        ("sglang.srt.plugins", "merge_state, merge_states", ("merge",)),
+        ("sglang.srt.plugins", "yes", None),
     ],
 )
-def test_the_plugins_of_the_engines(flashinfer, tmp_path, group, value, merge, pack):
-    """Engines find a plugin by importlib.metadata, load() it, and call it without arguments."""
-    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    info = tmp_path / "preflash_of_this_test-1.dist-info"
-    info.mkdir()
-    lines = [f"[{name}]\n{k} = {v}\n" for name, entry in entries.items() for k, v in entry.items()]
-    (info / "entry_points.txt").write_text("".join(lines))
-    (info / "METADATA").write_text("Name: preflash-of-this-test\nVersion: 1\n")
-    code = f"""
-        from importlib.metadata import entry_points
-        for entry in entry_points(group={group!r}):
-            if entry.value.startswith("preflash."):
-                entry.load()()
-        import serving_engine as e
-        for f in (e.merge, e._pack):
-            print(f.__module__ if f.__module__.startswith("preflash.") else "serving_engine's")
-    """
-    environment = {} if value is None else {"PREFLASH_PATCH": value}
-    printed, messages = in_a_process(code, tmp_path, **environment)
-    assert printed == [merge, pack]
-    assert ("patch of flashinfer 9.8.7" in messages) == (value not in (None, "0"))
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_wrong_name_in_the_environment_is_said(flashinfer, monkeypatch, engine):
-    monkeypatch.setenv("PREFLASH_PATCH", "yes")
-    plugin = importlib.import_module(f"preflash.integrations.{engine}").load_plugin
-    with pytest.raises(ValueError, match=r"PREFLASH_PATCH='yes' in the environment: .*'yes'"):
-        plugin()
+def test_the_plugins_of_the_engines(engine, monkeypatch, capsys, group, value, replaced):
+    """Engines load() the entry points of a group, and call each without arguments."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    (plugin,) = (EntryPoint(name, path, group).load() for name, path in groups[group].items())
+    monkeypatch.delenv("PREFLASH_PATCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PREFLASH_PATCH", value)
+    if replaced is None:
+        with pytest.raises(ValueError, match=r"PREFLASH_PATCH='yes' in the environment: .*'yes'"):
+            plugin()
+        return
+    plugin()
+    for name in ("merge", "_pack"):
+        ours = getattr(engine, name).__module__.startswith("preflash.")
+        assert ours == (name in replaced)
+    assert ("patch of flashinfer 9.8.7" in capsys.readouterr().err) == bool(replaced)
 
 
 NOT_PATCHED = {
@@ -440,15 +343,17 @@ def documented_blocks():
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_documented_sitecustomize_reaches_every_process(flashinfer, tmp_path):
-    """The code block of docs/flashinfer.md patches a process and one that it starts."""
+def test_the_documented_sitecustomize_reaches_a_process(flashinfer, tmp_path):
     (block,) = (b for b in documented_blocks() if b.startswith("# sitecustomize.py"))
     (tmp_path / "sitecustomize.py").write_text(block)
-    show = "import serving_engine; print(serving_engine.merge.__module__, flush=True)"
-    code = f"import subprocess, sys; {show}; subprocess.run([sys.executable, '-c', {show!r}])"
-    printed, messages = in_a_process(code, tmp_path)
-    assert printed == ["preflash.cascade", "preflash.cascade"]
-    assert messages.count("patch of flashinfer 9.8.7") == 2
+    code = "import serving_engine; print(serving_engine.merge.__module__)"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.stdout.split() == ["preflash.cascade"]
+    assert done.stderr.count("patch of flashinfer 9.8.7") == 1
 
 
 def test_the_documented_block_runs(flashinfer, capsys):
@@ -528,17 +433,3 @@ def test_the_real_signatures(real):
                 assert own[key].default == parameter.default, f"{name}({key})"
             seen += 1
     assert seen > 500
-
-
-def test_the_real_package_computes_with_our_kernels(real):
-    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper as Theirs
-
-    inputs = build(Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16))
-    with preflash.patch_flashinfer():
-        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper as Ours
-
-        wrapper = Ours(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
-        runner.plan(wrapper, inputs)
-        out, lse = wrapper.run(inputs.q, inputs.cache, return_lse=True)
-    compare(out[:12], lse[:12], reference(inputs)).check()
-    assert Theirs is real.prefill.BatchPrefillWithPagedKVCacheWrapper is not Ours

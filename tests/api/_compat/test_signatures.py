@@ -1,7 +1,7 @@
 """Public names have FlashInfer's homes, and methods of one wrapper take the same options.
 
 The names, their order and defaults are in the stubs: tests/codegen/test_stubs.py compares them,
-test_newer_calls.py and test_direct_calls.py call by position.
+test_calls.py and test_direct_calls.py call by position.
 """
 
 import importlib
@@ -10,12 +10,10 @@ import inspect
 import preflash
 import pytest
 
-HOMES = (
-    "attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization", "sparse"
-)  # fmt: skip
+HOMES = "attention cascade cudnn decode page pod prefill quantization sparse"
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", HOMES.split())
 def test_names_are_in_their_module_and_on_top(home):
     module = importlib.import_module(f"preflash.{home}")
     assert getattr(preflash, home) is module

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import math
 import types
 
 import preflash
 import pytest
 import torch
+from graph_replays import replayed
 from preflash.testing import Case, MaskKind, Sinks, build, comparison, reference, runner
 
 CONTEXT = Case(
@@ -122,34 +122,30 @@ def check(inputs, result) -> None:
 OPTIONS = {
     "plain": {},
     "NHD": {"layout": "NHD", "page_size": 8},
-    "window": {"window_left": 7},
-    "sinks": {"sinks": Sinks.MIXED},
-    "bfloat16": {"dtype": torch.bfloat16},
+    "window and sinks": {"window_left": 7, "sinks": Sinks.MIXED},
     "wide q": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
 }
+# A call, its case, and the options that it is made with.
 CALLS = {
-    "context": (context, CONTEXT),
-    "decode": (decode, DECODE),
-    "decode of three": (decode, SHORT),
-    "cudnn": (cudnn_decode, DECODE),
-    "cudnn of three": (cudnn_decode, SHORT),
-    "decode of rows": (decode_of_rows, CONTEXT),
-    "context without a mask": (context, NO_MASK),
-    "decode of many": (decode, MANY),
+    "context": (context, CONTEXT, OPTIONS),
+    "decode": (decode, DECODE, OPTIONS),
+    "cudnn": (cudnn_decode, DECODE, OPTIONS),
+    "decode of three": (decode, SHORT, ["plain"]),
+    "cudnn of three": (cudnn_decode, SHORT, ["plain"]),
+    "decode of rows": (decode_of_rows, CONTEXT, ["plain", "window and sinks"]),
+    "context without a mask": (context, NO_MASK, ["plain"]),
+    "decode of many": (decode, MANY, ["plain"]),
 }
-CALLS_WITH_OPTIONS = pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        row
-        for row in itertools.product(CALLS, OPTIONS)
-        if row != ("context without a mask", "window")
-    ],
+
+
+ROWS = pytest.mark.parametrize(
+    ("name", "option"), [(name, option) for name in CALLS for option in CALLS[name][2]]
 )
 
 
-@CALLS_WITH_OPTIONS
+@ROWS
 def test_calls(target, name, option):
-    attend, case = CALLS[name]
+    attend, case, _ = CALLS[name]
     case = dataclasses.replace(case, **OPTIONS[option])
     if attend is cudnn_decode:
         case = dataclasses.replace(case, layout="HND")
@@ -162,7 +158,7 @@ def test_calls(target, name, option):
         check(inputs, (out, lse))
 
 
-@CALLS_WITH_OPTIONS
+@ROWS
 def test_plans_for_the_longest_requests(unread_lengths, name, option):
     test_calls(unread_lengths, name, option)
 
@@ -275,10 +271,12 @@ def words_of(tree: torch.Tensor) -> torch.Tensor:
     return words[..., None].view(torch.uint16)
 
 
-@pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_draft_trees(target, tree, changes):
-    case = dataclasses.replace(DRAFTS, **changes)
+@pytest.mark.parametrize(
+    ("tree", "option"),
+    [*((tree, "plain") for tree in TREES), *(("random", option) for option in list(OPTIONS)[1:])],
+)
+def test_draft_trees(target, tree, option):
+    case, tree = dataclasses.replace(DRAFTS, **OPTIONS[option]), TREES[tree]
     inputs, words = build(case, device=target.device), words_of(tree)
     inputs.masks = []
     for kept, kv_len in zip(tree, case.kv_lens, strict=True):
@@ -290,26 +288,6 @@ def test_draft_trees(target, tree, changes):
         out = comparison.poison(inputs.q.shape, case.dtype, inputs.q.device)
         assert decode(inputs, target, place, mask=words, out=out) is out
         check(inputs, out)
-
-
-def test_draft_trees_are_exact_means(target):
-    """With equal logits an output counts the keys that are kept, by every mask of two queries."""
-    case = dataclasses.replace(DRAFTS, qo_lens=(2,) * 16, kv_lens=(2, 3) * 8, num_kv_heads=4)
-    inputs = build(case, device=target.device)
-    k, v = inputs.cache
-    for tensor in (inputs.q, k, v):
-        tensor.zero_()
-    for page in table_of(inputs)[:, 0].tolist():  # v [heads, page_size, head_dim]: one-hot by key
-        v[page].diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    bits = (torch.arange(16)[:, None] >> torch.arange(4) & 1).view(16, 2, 2)
-    out = decode(inputs, target, mask=words_of(bits)).view(16, 2, 4, 64).cpu()
-    for request, kv_len in enumerate(case.kv_lens):
-        kept = torch.ones(2, kv_len)
-        kept[:, kv_len - 2 :] = bits[request]
-        mean = kept / kept.sum(-1, keepdim=True).clamp(min=1.0)
-        expected = torch.zeros(2, 4, 64)
-        expected[..., :kv_len] = mean[:, None]
-        assert torch.equal(out[request], expected.to(case.dtype))
 
 
 def two_tables(inputs, first: int) -> torch.Tensor:
@@ -440,31 +418,19 @@ def test_refusals(target, attend, case, error, options, match):
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 @pytest.mark.parametrize("name", list(CALLS)[:5])
 def test_a_graph_replays_other_lengths(name, backend):
-    attend, case = CALLS[name]
+    attend, case, _ = CALLS[name]
     target = types.SimpleNamespace(device="cuda", backend=backend)
     inputs = build(case, device="cuda")
     kv_lens = tuple(reversed(case.kv_lens))
     other = build(dataclasses.replace(case, kv_lens=kv_lens), device="cuda")
     kept, expected = arrays(inputs, "cuda"), copy.copy(inputs)
     inputs.qo_indptr = inputs.qo_indptr.to("cuda")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        attend(inputs, target, kept, return_lse=True)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            out, lse = attend(inputs, target, kept, return_lse=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        check(expected, (out, lse))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out, lse = attend(inputs, target, kept, return_lse=True)
-        graph.replay()
-        check(expected, (out, lse))
-        for name, value in arrays(other, "cuda").items():
-            kept[name].copy_(value)
-        inputs.q.copy_(other.q)
-        for mine, theirs in zip(inputs.cache, other.cache, strict=True):
-            mine.copy_(theirs)
-        graph.replay()
-        check(other, (out, lse))
+    graph, result = replayed(lambda: attend(inputs, target, kept, return_lse=True))
+    check(expected, result)
+    for name, value in arrays(other, "cuda").items():
+        kept[name].copy_(value)
+    inputs.q.copy_(other.q)
+    for mine, theirs in zip(inputs.cache, other.cache, strict=True):
+        mine.copy_(theirs)
+    graph.replay()
+    check(other, result)

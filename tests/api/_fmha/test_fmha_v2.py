@@ -20,6 +20,7 @@ from fuzz.fmha_problems import (
     random_case,
     run,
 )
+from graph_replays import replayed
 from preflash._fmha import lengths as fmha_lengths
 
 attention = preflash.trtllm_fmha_v2_prefill
@@ -43,18 +44,18 @@ def verify(case: FmhaCase, target, lengths="device"):
     return result
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", range(90))
 def test_random_problems(target, seed):
     verify(random_case(seed), target, LENGTHS[seed % 2])
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(45))
 def test_plans_for_the_longest_requests(unread_lengths, seed):
+    """The second call finds the plan of the first one, for the same requests in another order."""
     case = dataclasses.replace(random_case(seed), spare_length=40)
     verify(case, unread_lengths)
-    shorter = tuple(reversed(case.qo_lens))
-    kv_lens = shorter if case.layout == "PACKED_QKV" else tuple(reversed(case.kv_lens))
-    verify(dataclasses.replace(case, qo_lens=shorter, kv_lens=kv_lens), unread_lengths)
+    order = {"qo_lens": case.qo_lens[::-1], "kv_lens": case.kv_lens[::-1]}
+    verify(dataclasses.replace(case, **order), unread_lengths)
 
 
 def test_lengths_beyond_the_longest_are_cut_off(unread_lengths, monkeypatch):
@@ -81,24 +82,6 @@ def test_plans_for_the_longest_requests_have_no_copies(request):
     with prepass_policy.forced("always"):
         verify(case, SimpleNamespace(device="cpu", backend="cpu"))
         verify(case, request.getfixturevalue("unread_lengths"))
-
-
-PAST_KEYS = FmhaCase(
-    (130, 1, 64), (515, 300, 64), "Q_PAGED_KV_HND", window_left=70, chunk=128, stats=True
-)
-# Past keys move the chunks of a request's rows: chunks count positions, not rows.
-CHUNKS = FmhaCase((97, 200), (230, 201), mask_mode="chunked", head_dim=128)
-
-
-@pytest.mark.parametrize("mode", ["causal", "Sliding_Window", "CHUNKED", "padding"])
-@pytest.mark.parametrize("page_size", [1, 16, 24])
-def test_every_mask_with_past_keys(target, mode, page_size):
-    verify(dataclasses.replace(PAST_KEYS, page_size=page_size, mask_mode=mode), target)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 32, 64, 128, 1 << 30])
-def test_chunks_against_their_definition(target, chunk):
-    verify(dataclasses.replace(CHUNKS, chunk=chunk), target)
 
 
 @pytest.mark.parametrize("lengths", [*LENGTHS, "unread"])
@@ -166,7 +149,7 @@ def test_scales_beyond_the_range_of_float16(target, out_dtype, bmm2, value, own_
     q, k, v = (target.to(torch.full((9, 2, 64), x, dtype=torch.float16)) for x in (0.0, 1.0, value))
     out = target.to(torch.full((9, 2, 64), 7.0)).to(out_dtype)
     lengths = torch.tensor([0, 8], dtype=torch.int32)
-    result = preflash.trtllm_fmha_v2_prefill(
+    result = attention(
         (q, k, v), "SEPARATE_Q_K_V", target.to(torch.empty(0, dtype=torch.uint8)), lengths[1:],
         8, 8, 1.0, bmm2, 1, lengths, lengths, out=out if own_out else None, out_dtype=out_dtype,
         backend=target.backend,
@@ -175,48 +158,7 @@ def test_scales_beyond_the_range_of_float16(target, out_dtype, bmm2, value, own_
     wanted = torch.full((8, 2, 64), expected, dtype=torch.float64)
     rtol = 2.0**-8 if out_dtype == torch.bfloat16 else 2.0**-4  # half a step of the output
     torch.testing.assert_close(result[:8].cpu().double(), wanted, rtol=rtol, atol=0.0)
-    if own_out:
-        assert bool((result[8:].float() == 7.0).all())
-
-
-@pytest.mark.parametrize("name", ["fp8", "fp16", "bf16", "bfloat16", "float8_e4m3fn"])
-def test_names_of_dtypes(name):
-    inputs = build(CASE)
-    out, _ = attention(**inputs.arguments | {"out_dtype": name})
-    wanted = {"fp8": E4M3, "fp16": torch.float16, "bf16": torch.bfloat16}
-    assert out.dtype == wanted.get(name, getattr(torch, name, None))
-
-
-def test_statistics_are_the_lse(target):
-    """The LSE is max + ln(sum), at bmm1_scale = 1 / sqrt(head_dim)."""
-    case = dataclasses.replace(CASE, bmm1=1 / math.sqrt(CASE.head_dim), kv_lens=(400, 90, 7, 300))
-    _, stats = verify(case, target)
-    inputs = build(case)
-    largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
-    expected = inputs.expected()
-    lse = (largest + total.log())[~expected.empty]
-    assert torch.allclose(lse / math.log(2.0), expected.lse[~expected.empty], atol=2e-4)
-
-
-def test_maxima_that_grow_by_little(target):
-    """A kernel whose row maximum follows lazily would return another one: keys are in the order of
-    their logits, either way."""
-    for order in (1.0, -1.0):
-        case = FmhaCase((64,), (900,), head_dim=64, mask_mode="padding", bmm1=1.0, stats=True)
-        inputs = build(case, target.device)
-        _, k, _ = inputs.arguments["qkv"]
-        q = inputs.arguments["qkv"][0]
-        ramp = torch.linspace(-3.0, 3.0, 900) * order
-        q[SPARE : SPARE + 64] = 0.0
-        k[SPARE : SPARE + 900] = 0.0
-        q[SPARE : SPARE + 64, :, 0] = 1.0
-        k[SPARE : SPARE + 900, :, 0] = ramp.to(k.dtype)[:, None].to(k.device)
-        _, stats = attention(**inputs.arguments, backend=target.backend)
-        largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
-        kept = ramp.half().double()
-        assert (largest * 8.0 == kept.max()).all()
-        wanted = (kept - kept.max()).exp().sum()
-        assert torch.allclose(total, wanted.expand_as(total), rtol=1e-5)
+    assert not own_out or bool((result[8:].float() == 7.0).all())
 
 
 def test_an_empty_batch(target):
@@ -281,20 +223,20 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
     assert inputs.of_requests(everything).float().isnan().all()
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_skipping_of_8_bits(target, layout, out_dtype, lengths):
+def test_skipping_of_8_bits(target, layout, out_dtype):
     """No GPU kernel skips tiles of 8 bits: operands become 16 bits, and pages are listed."""
     case = changed(layout=layout, dtype=E4M3, out_dtype=out_dtype, stats=False)
-    inputs = build(case, target.device, "cpu" if lengths == "host" else target.device)
-    result = attention(**inputs.arguments | {FACTOR: 1e-12}, backend=target.backend)
-    assert result.dtype == (out_dtype or E4M3)
-    p_dtype = None if target.backend == "cpu" else out_dtype
-    compare_out(inputs, result, inputs.expected(), p_dtype).check()
+    for place in {"cpu", target.device}:
+        inputs = build(case, target.device, place)
+        result = attention(**inputs.arguments | {FACTOR: 1e-12}, backend=target.backend)
+        assert result.dtype == (out_dtype or E4M3)
+        p_dtype = None if target.backend == "cpu" else out_dtype
+        compare_out(inputs, result, inputs.expected(), p_dtype).check()
 
 
-@pytest.mark.parametrize("factor", [1e-3, 500.0, 1e9])
+@pytest.mark.parametrize("factor", [1e-3, 1e9])
 @pytest.mark.parametrize("mode", ["causal", "sliding_window", "chunked", "padding"])
 def test_weight_of_skipped_tiles_is_bounded(target, factor, mode):
     """A skipped tile has, in each row, at most min(f / kv_len, 1) of the largest weight, times
@@ -312,21 +254,18 @@ def test_weight_of_skipped_tiles_is_bounded(target, factor, mode):
     assert float(inputs.of_requests(out).abs().max()) <= values * 1.01
 
 
-def test_every_row_of_a_tile_must_agree(target):
-    """One row in which a tile has weight keeps it for all."""
+def test_tiles_that_are_kept(target):
+    """One row in which a tile has weight keeps it for all, and so does a key that raises the
+    maximum, although the factor allows tiles of any weight to be skipped."""
     inputs = decaying(target)
-    q = inputs.arguments["qkv"][0]
-    # In row 70 the middle has all of the weight.
-    q[SPARE + 70, :, 0] = -4.0
-    inputs.requests = [(q[SPARE : SPARE + 200].cpu(), *inputs.requests[0][1:])]
+    inputs.arguments["qkv"][0][
+        SPARE + 70, :, 0
+    ] = -4.0  # in row 70 the middle has all of the weight
+    inputs.requests[0][0][70, :, 0] = -4.0
     out = attention(**inputs.arguments | {FACTOR: 1.0}, backend=target.backend)
     compare_out(inputs, out, inputs.expected()).check()
-
-
-def test_a_tile_that_raises_the_maximum_stays(target):
-    """One key has all of the weight; the factor allows tiles of any weight to be skipped."""
     inputs = decaying(target)
-    inputs.arguments["qkv"][1][SPARE + 1000, :, 0] = 10.0
+    inputs.arguments["qkv"][1][SPARE + 1000, :, 0] = 10.0  # this key has all of the weight
     inputs.requests[0][1][1000, :, 0] = 10.0
     out = attention(**inputs.arguments | {FACTOR: 1e30}, backend=target.backend)
     compare_out(inputs, out, inputs.expected()).check()
@@ -367,23 +306,12 @@ def test_a_graph_replays_other_lengths(backend, layout):
     other = build(
         dataclasses.replace(case, qo_lens=(5, 33, 70, 0), kv_lens=(90, 40, 70, 7)), "cuda"
     )
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        attention(**inputs.arguments, backend=backend)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            attention(**inputs.arguments, backend=backend)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = attention(**inputs.arguments, backend=backend)
-        graph.replay()
-        compare_out(inputs, out, inputs.expected()).check()
-        for name in ("seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables"):
-            if inputs.arguments[name] is not None:
-                inputs.arguments[name].copy_(other.arguments[name])
-        for mine, theirs in zip(inputs.arguments["qkv"], other.arguments["qkv"], strict=True):
-            mine.copy_(theirs)
-        graph.replay()
-        compare_out(other, out, other.expected()).check()
+    graph, out = replayed(lambda: attention(**inputs.arguments, backend=backend))
+    compare_out(inputs, out, inputs.expected()).check()
+    for name in ("seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables"):
+        if inputs.arguments[name] is not None:
+            inputs.arguments[name].copy_(other.arguments[name])
+    for mine, theirs in zip(inputs.arguments["qkv"], other.arguments["qkv"], strict=True):
+        mine.copy_(theirs)
+    graph.replay()
+    compare_out(other, out, other.expected()).check()

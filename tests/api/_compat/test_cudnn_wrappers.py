@@ -40,13 +40,12 @@ CHANGES = {
     "none": {},
     "latent": {"head_dim": 192, "head_dim_vo": 128},
     "as many heads as tokens of a page": {"num_qo_heads": 8, "num_kv_heads": 8, "page_size": 8},
-    # cuDNN itself has no kernels for these.
-    "window": {"window_left": 7},
-    "cap": {"soft_cap": 30.0},
-    "mask": {"mask": MaskKind.CUSTOM},
-    "dtypes": {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
-    "head_dim": {"head_dim": 256},
-}
+    # cuDNN itself has no kernels for this.
+    "others": {
+        "window_left": 7, "soft_cap": 30.0, "mask": MaskKind.CUSTOM, "head_dim": 256,
+        "dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn,
+    },
+}  # fmt: skip
 
 
 @BOTH
@@ -78,13 +77,17 @@ def test_offsets_in_elements(target, case, change):
 
 @BOTH
 def test_offsets_in_tokens_with_lengths(target, case):
+    """Pages then have the wrapper's layout. Offsets in elements are for cuDNN's backend alone."""
+    case = dataclasses.replace(case, layout="NHD")
     inputs = build(case, device=target.device)
     wrapper = runner.make_wrapper(case, backend="cudnn", device=target.device)
-    (positional, _), (_, options) = runner.plan_arguments(inputs), in_elements(inputs)
+    (positional, _), (in_elements_of, options) = runner.plan_arguments(inputs), in_elements(inputs)
     wrapper.plan(*positional, **options)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     with pytest.raises(ValueError, match=r"qo_indptr|seq_lens_q|max"):
         wrapper.plan(positional[0] * (6 * 64 + 8), *positional[1:], **options)
+    with pytest.raises(ValueError, match=r"seq_lens_q|qo_indptr|kv_indptr"):
+        made(case, target.device, "auto").plan(*in_elements_of, **options)
 
 
 @BOTH
@@ -112,17 +115,9 @@ def test_cuda_graph_buffers_hold_tokens(target, case):
 @BOTH
 def test_the_environment_overrides_the_kernel_and_not_the_forms(monkeypatch, case):
     monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
-    inputs = build(case)
-    wrapper = made(case)
+    inputs, wrapper = build(case), made(case)
     assert "PREFLASH_BACKEND=cpu instead of 'cudnn'" in repr(wrapper)
     positional, options = in_elements(inputs)
     wrapper.plan(*positional, **options)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
     assert wrapper._backend == "cpu"
-
-
-@BOTH
-def test_offsets_in_elements_are_for_cudnn_alone(case):
-    positional, options = in_elements(build(case))
-    with pytest.raises(ValueError, match=r"seq_lens_q|qo_indptr|kv_indptr"):
-        made(case, backend="auto").plan(*positional, **options)

@@ -11,7 +11,6 @@ from fuzz import cudnn_problems, cudnn_trial
 from fuzz.random_cases import Limits
 from planned_cases import mistakes, spoil
 from preflash._fmha import cudnn
-from preflash._fmha.lengths import FmhaLengths
 from preflash.testing import build, poison
 
 HOST = SimpleNamespace(device="cpu", backend="cpu", to=lambda value: value)
@@ -35,34 +34,39 @@ def compute(drawn, target):
     assert verdict.failures == []
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 def test_random_problems(target, seed):
     compute(problem(seed, target.device), target)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"dims": (192, 128)}, {"dims": (256, 256)}, {"dtype": torch.float32}],
-    ids=["192 and 128", "256", "float32"],
-)
 @pytest.mark.parametrize("backend", [None, "auto", "cudnn"])
-def test_cudnn_is_auto(backend, change):
-    """cuDNN itself has no kernel for the last two changes."""
-    inputs = build(make_case("empty", **change))
+def test_cudnn_is_auto(backend):
+    """cuDNN itself has no kernel for float32."""
+    inputs = build(make_case("empty", dtype=torch.float32))
     verify(inputs, **arguments(inputs), backend=backend)
 
 
-def test_rows_of_q_in_one_place():
+def test_queries_in_one_place():
     """The stride from token to token is 0."""
     inputs = build(make_case())
     inputs.q = inputs.q[:1].expand(inputs.q.shape[0], -1, -1)
     verify(inputs, **arguments(inputs, "tokens"))
 
 
-def test_without_gradients():
+def test_out_may_be_q_itself():
     inputs = build(make_case())
-    with torch.no_grad():
-        verify(inputs, **arguments(inputs) | {"k_cache": inputs.k.clone().requires_grad_()})
+    given, inputs.q = arguments(inputs), inputs.q.clone()
+    verify(inputs, **given, out=given["q"])
+
+
+def test_requests_may_share_keys_and_leave_gaps():
+    """Offsets may be in any order, and lengths below what they leave."""
+    inputs = build(dataclasses.replace(make_case(), qo_lens=(5, 37, 9), kv_lens=(40, 40, 40)))
+    starts = (40, 0, 40)
+    at = torch.tensor([*starts, 99]) * 256
+    given = arguments(inputs) | {"batch_offsets_k": at, "batch_offsets_v": at}
+    inputs.k, inputs.v = (torch.cat([t[n : n + 40] for n in starts]) for t in (inputs.k, inputs.v))
+    verify(inputs, **given)
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(3, 0), (0, 1)])
@@ -82,19 +86,18 @@ def test_nothing_to_compute(rows, batch_size):
 def test_outputs_on_other_memory(name):
     """Results that are put in place after the kernels have read the inputs are refused too."""
     inputs = build(make_case())
-    given = arguments(inputs, units="tokens") | {"out": torch.zeros_like(inputs.q)}
+    given = arguments(inputs, "tokens") | {"out": torch.zeros_like(inputs.q), "backend": "cpu"}
     memory = torch.zeros(1 << 17, dtype=torch.bfloat16)
     given[name] = memory[: given[name].numel()].view(given[name].shape).copy_(given[name])
     before = memory.clone()
-    lse = memory.view(torch.float32)[: 4 * 70 * 6].view(4, 70, 6)
     with pytest.raises(ValueError, match=f"lse shares memory with {name}"):
-        call(**given, lse=lse, backend="cpu")
+        call(**given, lse=memory.view(torch.float32)[: 4 * 70 * 6].view(4, 70, 6))
     if name in ("k_cache", "v_cache"):  # out may be q
         given["out"] = memory[: inputs.q.numel()].view(inputs.q.shape)
         given["batch_offsets_o"] = cumulated(inputs.case.qo_lens[::-1])[:-1].flip(0)
         with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-            call(**given, backend="cpu")
-    assert torch.equal(*(t.view(torch.int16) for t in (memory, before)))
+            call(**given)
+    assert torch.equal(memory.view(torch.int16), before.view(torch.int16))
 
 
 INT, BF16 = {"dtype": torch.int32}, {"dtype": torch.bfloat16}
@@ -230,50 +233,26 @@ def test_a_table_as_wide_as_the_lengths_need():
         call(**kwargs | {"block_tables": table[:, : pages - 1].clone()})
 
 
-@pytest.mark.parametrize("units", ["elements", "tokens"])
-def test_requests_may_share_keys_and_leave_gaps(units):
-    """Offsets may be in any order, and lengths below what they leave."""
-    case = dataclasses.replace(make_case(), qo_lens=(5, 37, 9), kv_lens=(40, 40, 40))
-    inputs = build(case)
-    kwargs = arguments(inputs, units)
-    width = 1 if units == "tokens" else 256
-    starts = torch.tensor([40, 0, 40, 99]) * width
-    kwargs |= {"batch_offsets_k": starts, "batch_offsets_v": starts}
-    out, lse = call(**kwargs)
-    own = dataclasses.replace(inputs, k=torch.cat([inputs.k[n : n + 40] for n in (40, 0, 40)]))
-    own.v = torch.cat([inputs.v[n : n + 40] for n in (40, 0, 40)])
-    check(own, out, rows_of(case, lse))
-
-
-def test_out_may_be_q_itself():
-    inputs = build(make_case())
-    given, inputs.q = arguments(inputs), inputs.q.clone()
-    out, lse = call(**given, out=given["q"])
-    assert out is given["q"]
-    check(inputs, out, rows_of(inputs.case, lse))
-
-
 def test_the_environment_overrides(monkeypatch):
-    monkeypatch.setenv("PREFLASH_BACKEND", "fa2")
-    inputs = build(make_case())
-    with pytest.raises(ValueError, match="backend='fa2' computes on CUDA tensors"):
-        call(**arguments(inputs), backend="cudnn")
-    monkeypatch.setenv("PREFLASH_BACKEND", "cudnn")
-    with pytest.raises(ValueError, match="PREFLASH_BACKEND='cudnn'"):
-        call(**arguments(inputs))
+    given = arguments(build(make_case()))
+    for name, message in (
+        ("fa2", "backend='fa2' computes on CUDA tensors"), ("cudnn", "PREFLASH_BACKEND='cudnn'")
+    ):  # fmt: skip
+        monkeypatch.setenv("PREFLASH_BACKEND", name)
+        with pytest.raises(ValueError, match=message):
+            call(**given, backend="cudnn")
 
 
 @pytest.fixture
-def unread(monkeypatch):
+def unread(unread_lengths, monkeypatch):
     """Treats the CPU as a GPU, whose arrays the host does not read: no public call does."""
     monkeypatch.setattr(cudnn, "_GPU", ("cpu", "cuda"))
-    monkeypatch.setattr(FmhaLengths, "on_host", False)
 
 
 GRAPH = {"is_cuda_graph_compatible": True}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(50))
 def test_random_problems_of_arrays_that_the_host_does_not_read(unread, seed):
     compute(problem(seed, capturable=True), HOST)
 
@@ -335,7 +314,10 @@ def test_a_captured_call_follows_its_arrays(page_size):
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
     ):
         call(**kwargs)
-    with pytest.raises(ValueError, match=r"actual_seq_lens_q is on cpu; .*must be on the GPU"):
-        call(**kwargs | {"actual_seq_lens_q": kwargs["actual_seq_lens_q"].cpu()}, **GRAPH)
-    with pytest.raises(NotImplementedError, match="q_scale is on the GPU"):
-        call(**kwargs, q_scale=torch.ones(1, device="cuda"), **GRAPH)
+    on_host = {"actual_seq_lens_q": kwargs["actual_seq_lens_q"].cpu()}
+    for changes, error, match in (
+        (on_host, ValueError, r"actual_seq_lens_q is on cpu; .*must be on the GPU"),
+        ({"q_scale": torch.ones(1, device="cuda")}, NotImplementedError, "q_scale is on the GPU"),
+    ):
+        with pytest.raises(error, match=match):
+            call(**kwargs | changes, **GRAPH)
