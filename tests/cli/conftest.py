@@ -1,11 +1,9 @@
-"""Fixtures call the command line in this process, or in a process of its own."""
+"""A fixture calls the command line in this process."""
 
-import sys
 from dataclasses import dataclass
 
 import pytest
 from preflash import cli
-from processes import finished
 
 
 @dataclass(frozen=True)
@@ -26,16 +24,5 @@ def preflash_command(tmp_path, monkeypatch, capsys):
         except SystemExit as end:  # as argparse ends --help and what it refuses
             code = end.code
         return Finished(code, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def preflash_process(tmp_path):
-    """Runs `python -m preflash <arguments>` outside the source tree."""
-
-    def call(*arguments: str) -> Finished:
-        done = finished(sys.executable, "-m", "preflash", *arguments, cwd=tmp_path)
-        return Finished(done.returncode, done.stdout, done.stderr)
 
     return call

@@ -63,7 +63,9 @@ def test_refusals(preflash_command, monkeypatch, tmp_path, command, message):
     if words[0].startswith("PREFLASH_"):
         monkeypatch.setenv(*words.pop(0).split("="))
     (tmp_path / "directory.json").mkdir()
-    rows = [{"name": "mixed", "dtype": "f32", "speed": {"preflash": 1.0}, "us": {"preflash": 1.0}}]
+    mixed, dense = ({"name": name, "dtype": "f32"} for name in ("mixed", "dense d64 s512 full"))
+    mixed |= {"speed": {"preflash": 1.0}, "us": {"preflash": 1.0}}
+    rows = [mixed, {**dense, "speed": {}, "us": {}}]
     machine = {"preflash": "1", "backend": "cpu", "name": "CPU"}
     (tmp_path / "mixed.json").write_text(json.dumps({"machine": machine, "rows": rows}))
     before = sorted(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from unittest import mock
 import preflash
 import pytest
 import torch
-from documents import DOCUMENTS, ROOT, python_blocks
+from documents import DOCUMENTS, python_blocks
 
 
 def prose(document):
@@ -21,14 +21,13 @@ def anchors(document):
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document):
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(document)):
-        if "://" in target:
-            continue
-        file = document.parent / target if target else document
-        assert file.exists(), f"{document.name} links to {target}"
-        assert not anchor or anchor in anchors(file), f"{document.name} links to {target}#{anchor}"
+def test_links_lead_somewhere():
+    links = r"\]\((?!\w+://)([^)#\s]*)(?:#([^)]*))?\)"
+    for document in DOCUMENTS:
+        for target, anchor in re.findall(links, prose(document)):
+            file, link = document.parent / target if target else document, f"{target}#{anchor}"
+            assert file.exists(), f"{document.name} links to {link}"
+            assert not anchor or anchor in anchors(file), f"{document.name} links to {link}"
 
 
 def assert_close(result, expected):
@@ -46,9 +45,11 @@ def causal(q, k, v):
 
 
 def shapes(**expected):
+    """Returns a check of tensors' shapes, where not None, and of their values to be finite."""
+
     def check(names):
         for name, shape in expected.items():
-            assert names[name].shape == shape
+            assert shape in (None, names[name].shape)
             assert names[name].isfinite().all()
 
     return check
@@ -76,14 +77,6 @@ def cuda_graphs(names):
     assert_close(names["out"][:3], causal(names["q"][:3], *keys))
 
 
-def several_gpus(names):
-    assert_close(names["out"], causal(names["q"], names["k"], names["v"]))
-
-
-def transformers(names):
-    assert names["logits"].isfinite().all()
-
-
 GUIDE = "docs/guide.md"
 # A document, words of one of its blocks, and a check of the names that the block leaves.
 EXAMPLES = [
@@ -98,9 +91,10 @@ EXAMPLES = [
     (GUIDE, "pod.run(", prefill_beside_decode),
     (GUIDE, "merge_state_in_place", merging),
     (GUIDE, "graph.replay()", cuda_graphs),
-    (GUIDE, "context_parallel_prefill", several_gpus),
-    (GUIDE, "from_config", transformers),
-]
+    (GUIDE, "context_parallel_prefill",
+     lambda names: assert_close(names["out"], causal(names["q"], names["k"], names["v"]))),
+    (GUIDE, "from_config", shapes(logits=None)),
+]  # fmt: skip
 
 
 def blocks_of(document: str, words: str) -> list[str]:
@@ -112,7 +106,7 @@ def blocks_of(document: str, words: str) -> list[str]:
 @pytest.mark.parametrize(("document", "words", "check"), EXAMPLES)
 def test_examples(document, words, check):
     """Each runs as it is printed."""
-    if check is transformers:
+    if words == "from_config":
         pytest.importorskip("transformers", minversion="5.20")
     (place,) = blocks_of(document, words)
     names = {"__name__": "__main__"}

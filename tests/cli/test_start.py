@@ -1,17 +1,21 @@
 """Help and usage errors come before torch is imported; `import preflash` is eager elsewhere."""
 
 import os
+import re
 import sys
 import venv
 from pathlib import Path
 
 import preflash
 import pytest
-from preflash import cli
 from processes import finished
 
 PACKAGES = str(Path(preflash.__file__).parents[1])
-SCRIPT = "import sys\nfrom preflash.cli import main\nsys.exit(main())\n"
+PROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+(MAIN,) = re.findall(
+    r'^\[project.scripts\]\npreflash = "preflash.cli:(\w+)"', PROJECT, re.MULTILINE
+)
+SCRIPT = f"import sys\nfrom preflash.cli import {MAIN}\nsys.exit({MAIN}())\n"
 
 
 def started(*command: str, cwd: Path):
@@ -37,7 +41,6 @@ def script(tmp_path_factory) -> list[str]:
 MODULE = [sys.executable, "-X", "importtime", "-m", "preflash"]
 
 
-@pytest.mark.parametrize("start", ["module", "script"])
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -51,15 +54,15 @@ MODULE = [sys.executable, "-X", "importtime", "-m", "preflash"]
         (("config",), 0, "-lpreflash"),
     ],
 )
-def test_answers_before_torch_is_imported(script, tmp_path, start, arguments, code, says):
-    done = started(*(MODULE if start == "module" else script), *arguments, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert says in (done.stderr if code else done.stdout)
-    name = "preflash" if start == "script" else "python -m preflash"
-    if "--help" in arguments:
-        assert f"usage: {name} " in done.stdout
-    assert "argparse" in imported(done)
-    assert "torch" not in imported(done)
+def test_answers_before_torch_is_imported(script, tmp_path, arguments, code, says):
+    for name, start in (("python -m preflash", MODULE), ("preflash", script)):
+        done = started(*start, *arguments, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert says in (done.stderr if code else done.stdout)
+        if "--help" in arguments:
+            assert f"usage: {name} " in done.stdout
+        assert "argparse" in imported(done)
+        assert "torch" not in imported(done)
 
 
 PROGRAM = """
@@ -80,12 +83,6 @@ def test_other_programs_are_not_taken_for_the_command(tmp_path):
         done = started(sys.executable, *program, "--help", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == "True True ['--help']\n"
-
-
-def test_the_script_of_the_project():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '[project.scripts]\npreflash = "preflash.cli:main"\n' in text
-    assert callable(cli.main)
 
 
 def test_dir_lists_public_names():

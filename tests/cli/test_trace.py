@@ -8,15 +8,7 @@ import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash.cli.bench.trace import (
-    Kind,
-    Launch,
-    Span,
-    Timeline,
-    chrome_trace,
-    draw,
-    read_spans,
-)
+from preflash.cli.bench.trace import Kind, Launch, Span, Timeline, chrome_trace, draw, read_spans
 
 _WORDS = 4
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
@@ -31,14 +23,12 @@ def timeline(*spans, processors=(0, 1)):
     return Timeline("a row", "SM", processors, ("a_kernel", "another"), spans)
 
 
-def traced(run):
-    """Returns what `run` launches on the CPU: records, launches, and its result."""
-    records = torch.zeros(4096, _WORDS, dtype=torch.int64)
-    trace = _core.Trace(records.data_ptr(), len(records), -1)
+def started(room, device=-1):
+    """Returns records, and the trace that fills them until it ends."""
+    records = torch.zeros(room, _WORDS, dtype=torch.int64)
+    trace = _core.Trace(records.data_ptr(), room, device)
     trace.start()
-    result = run()
-    trace.stop()
-    return records, trace.launches, result
+    return records, trace
 
 
 def prefill(tokens, keys, heads=2):
@@ -47,57 +37,47 @@ def prefill(tokens, keys, heads=2):
 
 
 def test_every_item_of_a_launch_has_a_record():
-    """Records of launches follow each other in their order."""
-    records, launches, _ = traced(lambda: (prefill(300, 300), prefill(1, 900)))
-    (kernel, first, count), (_, second, more) = launches
+    """Records of launches follow each other in their order; later runs record nothing."""
+    q, kv = torch.randn(300, 4, 64), torch.randn(300, 2, 64)
+    expected = preflash.single_prefill_with_kv_cache(q, kv, kv)
+    records, trace = started(4096)
+    assert torch.equal(preflash.single_prefill_with_kv_cache(q, kv, kv), expected)
+    prefill(1, 900)
+    trace.stop()
+    (kernel, first, count), (_, second, more) = launches = trace.launches
     assert kernel.startswith("cpu_f32")
     assert (first, second) == (0, count)
-    assert not records[count + more :].any()  # nothing behind the launches' own records
+    prefill(64, 64)
+    assert not records[count + more :].any()
+    requests = ((300,), (1,))
     spans = read_spans(
-        records, [Launch(*one, qo) for one, qo in zip(launches, ((300,), (1,)), strict=True)]
+        records, [Launch(*one, lens) for one, lens in zip(launches, requests, strict=True)]
     )
-    assert len(spans) == count + more
+    assert [one.launch for one in spans] == [0] * count + [1] * more
+    assert [one.kind for one in spans] == [Kind.PREFILL] * count + [Kind.DECODE] * more
     assert all(one.end_us >= one.begin_us >= 0.0 for one in spans)
     assert {one.kv_head for one in spans} == {0, 1}
-    assert [one.launch for one in spans] == sorted(one.launch for one in spans)
-    assert [one.kind for one in spans] == [Kind.PREFILL] * count + [Kind.DECODE] * more
 
 
-def test_results_are_the_same_and_later_runs_record_nothing():
-    q, kv = torch.randn(33, 4, 64), torch.randn(65, 2, 64)
-    expected = preflash.single_prefill_with_kv_cache(q, kv, kv)
-    records, launches, got = traced(lambda: preflash.single_prefill_with_kv_cache(q, kv, kv))
-    assert torch.equal(got, expected)
-    assert len(launches) == 1
-    before = records.clone()
-    prefill(64, 64)
-    assert torch.equal(records, before)
-
-
-@pytest.mark.parametrize(
-    ("room", "device", "message"),
-    [(1, -1, "room for 1 more records"), (4096, 0, "records are on device 0, the launch on -1")],
-    ids=["too few", "another device"],
-)
-def test_records_that_cannot_be_taken_are_refused(room, device, message):
-    records = torch.zeros(room, _WORDS, dtype=torch.int64)
-    trace = _core.Trace(records.data_ptr(), room, device)
-    trace.start()
-    with pytest.raises(ValueError, match=message):
-        prefill(300, 300)
-    del trace  # which ends it
-    prefill(5, 5)
-    assert not records.any()
-
-
-def test_launches_share_the_room():
-    _, ((_, _, count),), _ = traced(lambda: prefill(300, 300))
-    records = torch.zeros(2 * count, _WORDS, dtype=torch.int64)
-    trace = _core.Trace(records.data_ptr(), 2 * count - 1, -1)
-    trace.start()
+def test_records_that_cannot_be_taken_are_refused():
+    _, trace = started(4096)
     prefill(300, 300)
-    with pytest.raises(ValueError, match=f"room for {count - 1} more records"):
-        prefill(300, 300)
+    ((_, _, count),) = trace.launches
+    del trace  # which ends it
+    for room, device, before, message in (
+        (1, -1, 0, "room for 1 more records"),
+        (2 * count - 1, -1, 1, f"room for {count - 1} more records"),  # launches share the room
+        (4096, 0, 0, "records are on device 0, the launch on -1"),
+    ):
+        records, trace = started(room, device)
+        for _ in range(before):
+            prefill(300, 300)
+        taken = records.clone()
+        with pytest.raises(ValueError, match=message):
+            prefill(300, 300)
+        del trace
+        prefill(5, 5)
+        assert torch.equal(records, taken)
 
 
 def test_read_spans_of_every_field():
@@ -146,16 +126,10 @@ def test_chrome_trace():
 
 
 @pytest.mark.skipif(not has_matplotlib, reason="no matplotlib")
-@pytest.mark.parametrize(
-    ("ending", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
-)
-def test_picture(tmp_path, ending, magic):
-    path = tmp_path / f"gantt{ending}"
+def test_a_picture_has_the_colours_of_both_kinds(tmp_path):
+    path = tmp_path / "gantt.svg"
     draw(timeline(span(0.0, 10.0, 1), span(4.0, 12.0, 1, Kind.DECODE)), path)
-    content = path.read_bytes()
-    assert content.startswith(magic)
-    colours = (b"#1f6fb4", b"#f5a623")  # of prefill and of decode
-    assert ending != ".svg" or all(colour in content for colour in colours)
+    assert all(colour in path.read_text() for colour in ("#1f6fb4", "#f5a623"))
 
 
 def bars_of(document: dict) -> list[dict]:
@@ -186,13 +160,13 @@ def test_command_writes_a_trace(bench, tmp_path, rows, name, kinds, requests):
     assert all(bar["dur"] >= 0 for bar in bars)
 
 
-@pytest.mark.parametrize("name", ["pod.png", "pod"])
-def test_a_picture_without_matplotlib_is_refused(bench, tmp_path, monkeypatch, name):
+def test_a_picture_without_matplotlib_is_refused(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    done = bench("--trace", name)
-    assert done.code == 2
-    for part in ("pip install 'preflash[trace]'", "write --trace pod.json"):
-        assert part in done.err
+    for ending in ("", ".png", ".svg", ".pdf"):
+        done = bench("--trace", f"pod{ending}")
+        assert done.code == 2
+        for part in ("pip install 'preflash[trace]'", "write --trace pod.json"):
+            assert part in done.err
     assert not list(tmp_path.iterdir())
 
 
@@ -200,3 +174,4 @@ def test_a_picture_without_matplotlib_is_refused(bench, tmp_path, monkeypatch, n
 def test_a_name_without_an_ending_writes_both(bench, tmp_path):
     assert bench("--trace", "pod").code == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pod.json", "pod.png"]
+    assert (tmp_path / "pod.png").read_bytes().startswith(b"\x89PNG")

@@ -3,7 +3,6 @@ where nobody reads it."""
 
 import sys
 
-import pytest
 from preflash import cli
 from preflash.cli.machine import choose_places
 from processes import finished
@@ -15,40 +14,22 @@ def shell(command: str):
     return finished("bash", "-o", "pipefail", "-c", command)
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "out"),
-    [
-        ("check --quick --backend cpu 2>&-", 0, "all good\n"),
-        ("check --quick --backend cpu 2>/dev/full", 0, "all good\n"),
-        ("check --backend fa9 2>&-", 2, ""),  # the message does not go to stdout instead
-    ],
-)
-def test_commands_without_a_stderr(command, code, out):
-    done = shell(f"{PYTHON} {command}")
-    assert done.returncode == code
-    assert done.stdout[-len("all good\n") :] == out
+def test_commands_without_a_stderr():
+    done = shell(f"{PYTHON} check --quick --backend cpu 2>/dev/full")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all good")
+    # The message does not go to stdout instead.
+    done = shell(f"{PYTHON} check --backend fa9 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
 
 
-@pytest.mark.parametrize(
-    ("command", "codes", "out"),
-    [
-        # The reader is gone before the first byte.
-        ("variants | exec true", {128 + 13}, ""),
-        ("info | exec true", {128 + 13}, ""),
-        # The table may be written when the reader goes, or not.
-        ("variants | head -n 1", {0, 128 + 13}, "| id"),
-    ],
-)
-def test_a_closed_pipe(command, codes, out):
-    done = shell(f"{PYTHON} {command}")
-    assert done.returncode in codes
-    assert (done.stdout[:4], done.stdout.count("\n")) == (out, bool(out))
-    assert done.stderr == ""
+def test_a_closed_pipe():
+    """The reader is gone before the first byte."""
+    done = shell(f"{PYTHON} variants | exec true")
+    assert (done.returncode, done.stderr) == (128 + 13, "")
 
 
-@pytest.mark.parametrize("command", ["info", "check --quick --backend cpu"])
-def test_a_full_disk(command):
-    done = shell(f"{PYTHON} {command} 2>&1 >/dev/full | grep -v '^check: ' >&2; exit $PIPESTATUS")
+def test_a_full_disk():
+    done = shell(f"{PYTHON} info >/dev/full")
     assert done.returncode == 2
     assert done.stderr.startswith("preflash ")
     assert done.stderr.count("\n") == 1

@@ -16,35 +16,31 @@ from preflash.testing import runner, timing
 HONEST, HONEST_PACKBITS = runner.run, preflash.packbits
 
 
-def wrong_output(wrapper, inputs, **options):
-    """One element is off by more than rounding."""
-    out, lse = HONEST(wrapper, inputs, **options)
+def faulty(change):
+    """Returns runner.run() with another output or LSE."""
+    return lambda *arguments, **options: change(*HONEST(*arguments, **options))
+
+
+def one_element_off(out, lse):
+    """Adds more than rounding to an element."""
     if out.numel():
         out.view(-1)[0] += 0.25
     return out, lse
 
 
-def natural_logarithms(wrapper, inputs, **options):
-    out, lse = HONEST(wrapper, inputs, **options)
-    return out, lse * 0.6931
-
-
-def raising(wrapper, inputs, **options):
+def raising(*arguments, **options):
     raise RuntimeError("launch refused")
-
-
-def changed_bits(x, order):
-    return HONEST_PACKBITS(x, order) ^ 1
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "words"),
     [
-        (runner, "run", wrong_output, ("FAILED prefill", "outside their bound")),
-        (runner, "run", natural_logarithms, ("lse:",)),
+        (runner, "run", faulty(one_element_off), ("FAILED prefill", "outside their bound")),
+        (runner, "run", faulty(lambda out, lse: (out, lse * 0.6931)), ("lse:",)),
         (runner, "run", raising, ("RuntimeError: launch refused",)),
-        (preflash, "packbits", changed_bits, ("FAILED packbits",)),
+        (preflash, "packbits", lambda x, order: HONEST_PACKBITS(x, order) ^ 1, ()),
     ],
+    ids=["out", "natural logarithms", "raising", "packbits"],
 )
 def test_check_fails_on_wrong_results(monkeypatch, capsys, owner, name, fault, words):
     monkeypatch.setattr(owner, name, fault)
@@ -71,7 +67,7 @@ def test_demo_fails_on_a_wrong_row(monkeypatch, capsys):
 
 
 def test_bench_does_not_time_a_wrong_result(monkeypatch, preflash_command, tmp_path):
-    monkeypatch.setattr(runner, "run", wrong_output)
+    monkeypatch.setattr(runner, "run", faulty(one_element_off))
     options = ("--quick", "--backend", "cpu", "--rows", "d64", "--repeats", "1")
     done = preflash_command("bench", *options, "--json", "bench.json")
     assert done.code == 1

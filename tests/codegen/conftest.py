@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -59,10 +58,3 @@ def build_dir(package_dir: Path) -> Path:
     if not (directory / "CMakeCache.txt").is_file():
         pytest.skip(f"{package_dir} is not inside a build tree, so its reports are not here")
     return directory
-
-
-@pytest.fixture(scope="session")
-def cmake_options(build_dir: Path) -> dict[str, str]:
-    """Returns the PREFLASH_* entries of the build's cache."""
-    text = (build_dir / "CMakeCache.txt").read_text()
-    return dict(re.findall(r"^(PREFLASH_\w+):\w+=(.*)$", text, flags=re.MULTILINE))

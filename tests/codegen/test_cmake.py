@@ -47,12 +47,10 @@ def cmake_value(cmake: str, tmp_path: Path, call: str, **options) -> int:
     return int(done.stderr.strip().removeprefix("value="))
 
 
-@pytest.mark.parametrize(
-    ("cores", "gib", "jobs"), [(64, 64, 8), (4, 64, 4), (64, 4, 1), (1, 64, 1), (2, 23, 2)]
-)
-def test_cuda_jobs_are_one_per_core_and_per_8_gib(cmake, tmp_path, cores, gib, jobs):
-    call = f"preflash_cuda_jobs(value {cores} {gib * 1024})"
-    assert cmake_value(cmake, tmp_path, call) == jobs
+def test_cuda_jobs_are_one_per_core_and_per_8_gib(cmake, tmp_path):
+    for cores, gib, jobs in ((64, 64, 8), (4, 64, 4), (64, 4, 1), (1, 64, 1), (2, 23, 2)):
+        call = f"preflash_cuda_jobs(value {cores} {gib * 1024})"
+        assert cmake_value(cmake, tmp_path, call) == jobs
 
 
 @pytest.mark.parametrize(("text", "mib"), [("67108864\n", 64), ("max\n", None), (None, None)])

@@ -25,19 +25,15 @@ METADATA = "Metadata-Version: 2.1\nName: preflash\nVersion: 0.1.0+cu130\nRequire
 
 def packed(directory: Path, package: Path, tag: str = f"{TAG}-linux_x86_64") -> Path:
     wheel = directory / f"preflash-0.1.0+cu130-{tag}.whl"
-    info = "preflash-0.1.0+cu130.dist-info"
+    about = {f"licenses/{name}": "" for name in check.LICENSES}
+    about |= {"METADATA": METADATA, "RECORD": "", "WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n"}
+    about["WHEEL"] += "Generator: test\nRoot-Is-Purelib: false\n"
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in package.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 archive.write(path, f"preflash/{path.relative_to(package)}")
-        for name in check.LICENSES:
-            archive.writestr(f"{info}/licenses/{name}", "")
-        archive.writestr(f"{info}/METADATA", METADATA)
-        archive.writestr(
-            f"{info}/WHEEL",
-            f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}\n",
-        )
-        archive.writestr(f"{info}/RECORD", "")
+        for name, text in about.items():
+            archive.writestr(f"preflash-0.1.0+cu130.dist-info/{name}", text)
     return wheel
 
 
@@ -49,32 +45,44 @@ def package(tmp_path) -> Path:
     return Path(shutil.copytree(installed, tmp_path / "package"))
 
 
-def test_the_installed_package_would_pass(package, tmp_path):
-    assert check.problems(packed(tmp_path, package)) == []
-
-
-def test_a_missing_library_is_named(package, tmp_path):
+def without_a_library(package):
     (package / "lib" / "libpreflash_kernels_common.so").unlink()
-    found = check.problems(packed(tmp_path, package))
-    assert found == ["lacks preflash/lib/libpreflash_kernels_common.so"]
 
 
-def test_kernels_that_variants_json_does_not_list_are_noticed(package, tmp_path):
+def without_rows(package):
     (package / "variants.json").write_text('{"variants": []}')
-    found = check.problems(packed(tmp_path, package))
-    assert found == ["the loaded kernels are not those of variants.json"]
 
 
-def test_a_broken_library_fails_before_it_is_imported(package, tmp_path):
+def with_another_dependency(package):
     module = next(package.glob("_core.*.so"))
-    data = module.read_bytes()
-    module.write_bytes(data.replace(b"libc.so.6\0", b"libcuda.1\0"))
-    assert check.problems(packed(tmp_path, package)) == [f"{module.name} needs libcuda.1"]
+    module.write_bytes(module.read_bytes().replace(b"libc.so.6\0", b"libcuda.1\0"))
 
 
-@pytest.mark.parametrize("tag", ["py3-none-any", f"{TAG}-macosx_11_0_arm64"])
-def test_wrong_tags_are_named(package, tmp_path, tag):
-    assert check.problems(packed(tmp_path, package, tag))
+@pytest.mark.parametrize(
+    ("spoil", "problems"),
+    [
+        (lambda package: None, []),
+        (without_a_library, ["lacks preflash/lib/libpreflash_kernels_common.so"]),
+        (without_rows, ["the loaded kernels are not those of variants.json"]),
+        # It fails before it is imported.
+        (with_another_dependency, [r"_core\..*\.so needs libcuda\.1"]),
+    ],
+)
+def test_packages(package, tmp_path, spoil, problems):
+    spoil(package)
+    found = check.problems(packed(tmp_path, package))
+    assert len(found) == len(problems)
+    assert all(map(re.fullmatch, problems, found)), found
+
+
+def test_wrong_tags_a_missing_licence_and_the_size_are_named(package, tmp_path, monkeypatch):
+    for tag in ("py3-none-any", f"{TAG}-macosx_11_0_arm64"):
+        assert check.problems(packed(tmp_path, package, tag))
+    wheel = packed(tmp_path, package)
+    monkeypatch.setattr(check, "LICENSES", (*check.LICENSES, "LICENSE.other"))
+    assert check.problems(wheel) == ["lacks the licence LICENSE.other"]
+    monkeypatch.setattr(check, "MAX_BYTES", 1000)
+    assert any("more than 1000" in problem for problem in check.problems(wheel))
 
 
 def test_needed_is_what_readelf_lists():
@@ -86,18 +94,6 @@ def test_needed_is_what_readelf_lists():
         libraries, paths = check.needed(path)
         assert libraries == re.findall(r"\(NEEDED\)\s+Shared library: \[(.+)\]", text)
         assert paths == re.findall(r"\((?:RUN|R)PATH\)\s+Library r\w+: \[(.+)\]", text)
-
-
-def test_a_missing_licence_is_named(package, tmp_path, monkeypatch):
-    wheel = packed(tmp_path, package)
-    monkeypatch.setattr(check, "LICENSES", (*check.LICENSES, "LICENSE.other"))
-    assert check.problems(wheel) == ["lacks the licence LICENSE.other"]
-
-
-def test_size_is_limited(package, tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "MAX_BYTES", 1000)
-    (found,) = check.problems(packed(tmp_path, package))
-    assert "more than 1000" in found
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")

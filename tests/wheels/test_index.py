@@ -18,18 +18,18 @@ import index
 
 
 def wheel(directory: Path, version: str) -> Path:
-    """A wheel that any Python takes, with one module that says its version."""
+    """Writes a wheel that any Python takes, with one module that says its version."""
     path = directory / f"preflash-{version}-py3-none-any.whl"
-    info = f"preflash-{version}.dist-info"
+    about = f"Name: preflash\nVersion: {version}\nRequires-Python: >=3.10\n"
+    tags = "Generator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("preflash.py", f"version = {version!r}\n")
-        archive.writestr(
-            f"{info}/METADATA",
-            f"Metadata-Version: 2.1\nName: preflash\nVersion: {version}\nRequires-Python: >=3.10\n",
-        )
-        tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        archive.writestr(f"{info}/WHEEL", tags)
-        archive.writestr(f"{info}/RECORD", "")
+        for name, text in {
+            "METADATA": f"Metadata-Version: 2.1\n{about}",
+            "WHEEL": f"Wheel-Version: 1.0\n{tags}",
+            "RECORD": "",
+        }.items():
+            archive.writestr(f"preflash-{version}.dist-info/{name}", text)
     return path
 
 
@@ -46,15 +46,19 @@ def served(tmp_path):
         server.shutdown()
 
 
-@pytest.mark.parametrize("local", ["cu129", "cu130"])
-def test_pip_installs_the_cuda_version_of_the_folder(served, tmp_path, local):
-    target = tmp_path / local
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
-    run = subprocess.run(
-        [*pip, "--index-url", f"{served}/{local}", "preflash"], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert (target / "preflash.py").read_text() == f"version = '0.1.0+{local}'\n"
+def pip_install(served, tmp_path, local):
+    """Installs from the folder of a CUDA version into a directory of its name."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir"]
+    source = ["--target", str(tmp_path / local), "--index-url", f"{served}/{local}"]
+    return subprocess.run([*pip, *source, "preflash"], capture_output=True, text=True)
+
+
+def test_pip_installs_the_cuda_version_of_the_folder(served, tmp_path):
+    for local in ("cu129", "cu130"):
+        run = pip_install(served, tmp_path, local)
+        assert run.returncode == 0, run.stderr
+        text = (tmp_path / local / "preflash.py").read_text()
+        assert text == f"version = '0.1.0+{local}'\n"
 
 
 def test_a_wheel_without_a_cuda_version_is_refused(tmp_path):
@@ -65,8 +69,6 @@ def test_a_wheel_without_a_cuda_version_is_refused(tmp_path):
 def test_a_changed_wheel_is_noticed(served, tmp_path):
     (path,) = (tmp_path / "public" / "cu130" / "preflash").glob("*.whl")
     path.write_bytes(path.read_bytes() + b"\0")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path / "t")]
-    command = [*pip, "--no-cache-dir", "--index-url", f"{served}/cu130", "preflash"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = pip_install(served, tmp_path, "cu130")
     assert run.returncode != 0
     assert "DO NOT MATCH THE HASHES" in run.stderr

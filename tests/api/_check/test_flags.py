@@ -4,6 +4,7 @@ Every parameter that a signature calls bool is tried.
 """
 
 import inspect
+from functools import partial
 
 import numpy as np
 import preflash
@@ -49,23 +50,24 @@ def planned(name, **options):
     return wrapper
 
 
+def called(name, method, **flags):
+    return getattr(planned(name), method)(*WRAPPERS[name][1], **flags)
+
+
 def calls():
     """Yields functions that have flags, each with a call that takes them by name."""
-    for name, (_, run) in WRAPPERS.items():
+    for name in WRAPPERS:
         kind = getattr(preflash, name)
-        yield kind.__init__, lambda name=name, **flags: made(name, **flags)
-        yield kind.plan, lambda name=name, **flags: planned(name, **flags)
-        yield kind.run, lambda name=name, run=run, **flags: planned(name).run(*run, **flags)
+        yield kind.__init__, partial(made, name)
+        yield kind.plan, partial(planned, name)
+        yield kind.run, partial(called, name, "run")
         if hasattr(kind, "forward_return_lse"):
-            yield (
-                kind.forward,
-                lambda name=name, run=run, **flags: planned(name).forward(*run, **flags),
-            )
+            yield kind.forward, partial(called, name, "forward")
     single, decode = preflash.single_prefill_with_kv_cache, preflash.single_decode_with_kv_cache
     cudnn = preflash.cudnn_batch_prefill_with_kv_cache
-    yield single, lambda **flags: single(ROWS, ROWS, ROWS, **flags)
-    yield decode, lambda **flags: decode(ROW[0], ROWS, ROWS, **flags)
-    yield cudnn, lambda **flags: cudnn(ROWS, ROWS, ROWS, 0.1, runner.workspace(), **CUDNN | flags)
+    yield single, partial(single, ROWS, ROWS, ROWS)
+    yield decode, partial(decode, ROW[0], ROWS, ROWS)
+    yield cudnn, partial(cudnn, ROWS, ROWS, ROWS, 0.1, runner.workspace(), **CUDNN)
 
 
 FLAGS = {

@@ -1,6 +1,8 @@
 """Options may be defaults, hints, names of another release, and arrays or tensors of one element,
 whose value counts."""
 
+import dataclasses
+
 import numpy as np
 import preflash
 import pytest
@@ -8,11 +10,11 @@ import torch
 from planned_cases import check_run, plan_arguments, planned
 from preflash.testing import Case, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
+from wrapper_options import hints
 
 RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
 PAGED = Case("paged", (9, 3), (30, 5), 4, 2, 64, page_size=16)
 SINGLE = Case("single", (9,), (30,), 4, 2, 64)
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
 @pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
@@ -26,37 +28,29 @@ def test_what_changes_nothing(target, case):
 
 
 def test_lengths_that_agree(target):
-    table = torch.zeros(2, 4, dtype=torch.int32, device=target.device)
-    for i, pages in enumerate(build(PAGED).page_table):
-        table[i, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-    lengths = {"seq_lens": torch.tensor([30, 5]).int(), "seq_lens_q": torch.tensor([9, 3]).int()}
-    bounds = {"max_token_per_sequence": 9, "max_sequence_kv": 64}
-    check_run(*planned(PAGED, target, **lengths, **bounds, block_tables=table))
+    uniform = dataclasses.replace(PAGED, qo_lens=(3, 3))
+    for case in (PAGED, uniform):
+        check_run(*planned(case, target, **hints(build(case, device=target.device))))
 
 
-def test_single_scales(target):
-    """q_scale, k_scale and v_scale mean in the single function what they mean in run()."""
+def test_scales_and_outputs_of_single(target):
+    """They mean in the single function what they mean in run()."""
     inputs = build(SINGLE, device=target.device)
     out, lse = runner.single(inputs, backend=target.backend, q_scale=0.5, k_scale=3.0, v_scale=0.25)
     pipeline = Pipeline(SINGLE.scale * 1.5, out_scale=0.25)
     compare(out, lse, reference(inputs, pipeline=pipeline)).check()
-
-
-def test_single_out_and_lse_buffers(target):
-    inputs = build(SINGLE, device=target.device)
     out = poison(inputs.q.shape, SINGLE.dtype, target.device)
     lse = poison((4, 9), torch.float32, target.device)
     got = preflash.single_prefill_with_kv_cache_return_lse(
         inputs.q, inputs.k[:30], inputs.v[:30], out=out, lse=lse, lse_layout="HN", lse_base="ln"
     )
-    assert got[0].data_ptr() == out.data_ptr()
-    assert got[1].data_ptr() == lse.data_ptr()
+    assert [x.data_ptr() for x in got] == [out.data_ptr(), lse.data_ptr()]
     runner.compare(inputs, out, lse.t(), lse_base="ln").check()
 
 
 @pytest.fixture
 def tensors(target):
-    inputs = build(Case("long", (33,), (90,), HEADS, KV_HEADS, HEAD_DIM), device=target.device)
+    inputs = build(Case("long", (33,), (90,), 4, 2, 64), device=target.device)
     return [one.half() for one in (inputs.q, inputs.k[:90], inputs.v[:90])]
 
 
@@ -73,27 +67,21 @@ def pod(target, tensors):
     device = target.device
     wrapper = preflash.PODWithPagedKVCacheWrapper(runner.workspace(device), backend=target.backend)
     indptr, pages, last = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [0], [5]))
-    wrapper.plan(indptr, pages, last, HEADS, KV_HEADS, HEAD_DIM, 16)
+    wrapper.plan(indptr, pages, last, 4, 2, 64, 16)
     q_d = tensors[0][:1].clone()
-    cache = torch.randn(1, 2, 16, KV_HEADS, HEAD_DIM).to(device, torch.float16)
+    cache = torch.randn(1, 2, 16, 2, 64).to(device, torch.float16)
     return lambda **options: wrapper.run(*tensors, q_d, cache, **options)[0]
 
 
 @pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
-def test_a_window_that_changes_in_place(single, pod, make):
+def test_values_that_change_in_place_and_have_no_hash(single, pod, make):
     """The plan of a request is remembered by the values of its options."""
     window = make(40)
-    narrow = single(window_left=3)
-    assert torch.equal(single(window_left=window), single(window_left=40))
-    assert torch.equal(pod(window_left_p=window), pod(window_left_p=40))
-    window[()] = 3
-    assert torch.equal(single(window_left=window), narrow)
-    assert torch.equal(pod(window_left_p=window), pod(window_left_p=3))
-    assert not torch.equal(narrow, single(window_left=40))
-
-
-def test_arrays_of_numpy(single, pod):
-    """An array has no hash."""
+    for width in (40, 3):
+        window[()] = width
+        assert torch.equal(single(window_left=window), single(window_left=width))
+        assert torch.equal(pod(window_left_p=window), pod(window_left_p=width))
+    assert not torch.equal(single(window_left=3), single(window_left=40))
     options = {"causal": np.array(True), "logits_soft_cap": np.array(2.0)}
     assert torch.equal(single(**options), single(causal=True, logits_soft_cap=2.0))
     assert torch.equal(pod(causal_p=np.array(True)), pod(causal_p=True))
@@ -107,8 +95,8 @@ def without_memory(kind: str, dtype: torch.dtype) -> torch.Tensor:
     return value
 
 
-NO_INTEGERS = (torch.tensor(True), torch.tensor(1.0), torch.ones(2).int(), True)
 INT, FLOAT = torch.int32, torch.float32
+NO_INTEGERS = (torch.tensor(True), torch.tensor(1.0), torch.ones(2).int(), True)
 # An option of the single function, a value, and the error with what it says.
 REFUSED = [
     *(("window_left", value, TypeError, "must be an integer") for value in NO_INTEGERS),
@@ -119,24 +107,18 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error", "says"),
-    [pytest.param(*row, id=f"{row[0]} {at}") for at, row in enumerate(REFUSED)],
-)
-def test_refusals(single, pod, name, value, error, says):
+def test_refusals(target, single, pod):
     """A message does not read a tensor without memory, either."""
     single(logits_soft_cap=2.0, window_left=1, causal=True)  # is remembered, and compared with
-    with pytest.raises(error, match=f"^{name} {says}"):
-        single(**{name: value})
-    if name == "window_left":
-        pod(window_left_p=1)
-        with pytest.raises(error, match=f"^prefill side: {name} {says}"):
-            pod(window_left_p=value)
-
-
-@pytest.mark.parametrize("kind", ["meta", "freed"])
-@pytest.mark.parametrize("name", ["num_qo_heads", "token_pos_in_items_len"])
-def test_numbers_of_plan_without_memory(target, name, kind):
+    pod(window_left_p=1)
+    for name, value, error, says in REFUSED:
+        with pytest.raises(error, match=f"^{name} {says}"):
+            single(**{name: value})
+        if name == "window_left":
+            with pytest.raises(error, match=f"^prefill side: {name} {says}"):
+                pod(window_left_p=value)
     inputs, wrapper = planned(RAGGED, target)
-    with pytest.raises(ValueError, match=rf"^{name} has no memory"):
-        wrapper.plan(**{**plan_arguments(inputs), name: without_memory(kind, INT)})
+    for name in ("num_qo_heads", "token_pos_in_items_len"):
+        for kind in ("meta", "freed"):
+            with pytest.raises(ValueError, match=rf"^{name} has no memory"):
+                wrapper.plan(**{**plan_arguments(inputs), name: without_memory(kind, INT)})

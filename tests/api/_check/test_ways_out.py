@@ -29,17 +29,19 @@ def swapped(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(-3, -2).contiguous()
 
 
+SHORT = {
+    "Paged": "BatchPrefillWithPagedKVCacheWrapper",
+    "Ragged": "BatchPrefillWithRaggedKVCacheWrapper",
+    "Decode": "BatchDecodeWithPagedKVCacheWrapper",
+}
+
+
 def made(name: str, **options):
-    """Makes a public wrapper by its name, or by "Paged", "Ragged" or "Decode"."""
-    short = {
-        "Paged": "BatchPrefillWithPagedKVCacheWrapper",
-        "Ragged": "BatchPrefillWithRaggedKVCacheWrapper",
-        "Decode": "BatchDecodeWithPagedKVCacheWrapper",
-    }
-    name = short.get(name, name)
+    """Makes a public wrapper by its name, or by a name of SHORT."""
     if name == "BatchAttention":
         return preflash.BatchAttention(**{"device": "cpu", **options})
-    return getattr(preflash, name)(torch.empty(1 << 20, dtype=torch.uint8), **options)
+    workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    return getattr(preflash, SHORT.get(name, name))(workspace, **options)
 
 
 @functools.cache
@@ -112,8 +114,6 @@ LAYOUTS = [
         lambda: preflash.single_decode_with_kv_cache(torch.zeros(2, 1, 8, 64), K, V), ValueError,
         ("q has shape (2, 1, 8, 64)", "[num_qo_heads, head_dim]",
          "BatchDecodeWithPagedKVCacheWrapper")),
-    Row("4-D q, ragged", lambda: run(RAGGED, lambda q, k, v: (q[None], k, v)), ValueError,
-        ("q has shape (1, 38, 8, 64)", *BATCHED)),
     Row("4-D k, ragged", lambda: run(RAGGED, lambda q, k, v: (q, k[None], v[None])), ValueError,
         ("k has shape (1, 135, 2, 64)", "k.flatten(0, 1)", *BATCHED)),
     Row("4-D q, paged", lambda: run(PAGED, lambda q, k, v: (q[None], (k, v))), ValueError,
@@ -308,8 +308,8 @@ def test_vmap():
     check_run(inputs, wrapper)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.jacfwd])
-def test_derivatives(transform):
+def test_derivatives():
     words = re.compile("computes no gradients: it is forward only|inside of torch.vmap")
-    with pytest.raises((NotImplementedError, ValueError), match=words):
-        transform(lambda q: single(q=q).float().sum())(Q)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        with pytest.raises((NotImplementedError, ValueError), match=words):
+            transform(lambda q: single(q=q).float().sum())(Q)
