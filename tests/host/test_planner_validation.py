@@ -37,24 +37,14 @@ def pair(**change) -> dict:
     return {"segments": [prefill, segment([1] * 2, [4000] * 2, num_qo_heads=16) | change]}
 
 
-# Changes of good arguments, which validate() refuses.
+# Changes of good arguments, which validate() refuses; tests/c/refusals.c has those of every call.
 CHANGES = [
     (RAGGED, {"qo_indptr": []}, r"qo_indptr is empty"),
-    (RAGGED, {"qo_indptr": [-1, 3, 3, 8]}, r"qo_indptr\[0\] = -1"),
-    (RAGGED, {"qo_indptr": [0, 3, 2, 8]}, r"qo_indptr\[2\] = 2 .*qo_indptr\[1\] = 3"),
-    (RAGGED, {"qo_indptr": [0, -3, 2, 8]}, r"qo_indptr\[1\] = -3"),
-    (RAGGED, {"kv_indptr": [-2, 10, 14, 14]}, r"^kv_indptr\[0\] = -2"),
     (RAGGED, {"kv_indptr": [0, 10, 14, 13]}, r"^kv_indptr\[3\] = 13 .*\[2\] = 14"),
     (RAGGED, {"kv_indptr": [0, 10]}, r"^kv_indptr has 2 elements, qo_indptr has 4"),
-    (RAGGED, {"num_qo_heads": 0}, r"num_qo_heads = 0"),
-    (RAGGED, {"num_kv_heads": -2}, r"num_kv_heads = -2"),
     (RAGGED, heads(32768), r"num_kv_heads = 32768"),
-    (RAGGED, {"num_qo_heads": 5}, r"num_qo_heads = 5 .*num_kv_heads = 2"),
-    (RAGGED, {"head_dim_qk": 4, "head_dim_vo": 64}, r"head_dim_qk = 4.* to 8 columns"),
-    (RAGGED, {"head_dim_qk": 100}, r"head_dim_qk = 100.*padded with zeros to 104 .*sqrt\(100\)"),
     (RAGGED, {"head_dim_qk": 520}, r"head_dim_qk = 520.*512.*scaled_dot_product_attention"),
     (RAGGED, {"head_dim_vo": 0}, r"head_dim_vo = 0: must be a multiple of 8 from 8 to 512$"),
-    (RAGGED, {"window_left": -2}, r"window_left = -2"),
     (RAGGED, {"window_left": MOST}, r"window_left = 2147483647.*-1"),
     (RAGGED, {"chunk_size": -4}, r"chunk_size = -4.*power of two"),
     (RAGGED, {"chunk_size": 48}, r"chunk_size = 48.*power of two"),
@@ -63,18 +53,15 @@ CHANGES = [
      r"fixed_split_size = 64: keys under a window \(window_left = 9\)"),
     (RAGGED, {"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),
     (RAGGED, {"graph_max_rows": -1}, r"graph_max_rows = -1"),
-    (RAGGED, {"graph_max_rows": 7}, r"qo_indptr\[-1\] - qo_indptr\[0\] = 8.* 7 "),
+
     (RAGGED, {"qo_indptr": [0, LIMIT // 2 + 1], "kv_indptr": [0, 1]},
      rf"qo_indptr\[1\]: request 0 .*{LIMIT + 2} rows"),
     (RAGGED, {"qo_indptr": [0, 1], "kv_indptr": [0, LIMIT + 1]},
      rf"^kv_indptr\[1\]: request 0 has {LIMIT + 1} keys"),
     (RAGGED, {"custom_mask": True}, r"mask_indptr has 0 elements"),
     (RAGGED, {"last_page_len": [1, 1, 1]}, r"page_size = 0"),
-    (PAGED, {"page_size": -1}, r"page_size = -1"),
     (PAGED, {"kv_indptr": [0, 2, 1, 3]}, r"^paged_kv_indptr\[2\] = 1 .*\[1\] = 2"),
     (PAGED, {"last_page_len": []}, r"paged_kv_last_page_len has 0 elements"),
-    (PAGED, {"last_page_len": [0, 0, 16]}, r"last_page_len\[0\] = 0: .*page_size = 16.*\[1, 16\]"),
-    (PAGED, {"last_page_len": [1, 0, 17]}, r"paged_kv_last_page_len\[2\] = 17"),
     (PAGED, {"last_page_len": [-(2**31), 0, 1]}, r"last_page_len\[0\] = -2147483648: .*\[1, 16\]"),
     (PAGED, {"page_size": LIMIT, "last_page_len": [1, 0, 1]},
      rf"paged_kv_indptr\[1\]: request 0 has {LIMIT + 1} keys"),
@@ -84,10 +71,7 @@ CHANGES = [
     (MASKED, {"mask_indptr": [0, 4, 3, 3]}, r"mask_indptr\[2\] = 3"),
     (MASKED, {"custom_mask": False}, r"mask_indptr has 4 elements but no custom mask"),
     (long(), {"mask_indptr": [0, LIMIT**2 // 8 - 1]}, f"which take {LIMIT**2 // 8} bytes"),
-    (pair(num_qo_heads=7), {},
-     "segment 1: num_qo_heads = 7 is not a multiple of num_kv_heads = 2"),
     (pair(qo_indptr=[0, 5, 3]), {}, r"segment 1: qo_indptr\[2\] = 3 is less than"),
-    (pair(window_left=-3), {}, "segment 1: window_left = -3"),
     (pair(graph_max_rows=9), {},
      "segment 1: graph_max_rows = 9, segment 0 has 0: a CUDA graph holds"),
 ]  # fmt: skip
