@@ -10,7 +10,7 @@ from preflash import _core
 from preflash_harness import planner
 
 FINAL = -1
-ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles
+ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: cost of an item besides its KV tiles
 
 REQUEST = np.dtype(
     [(name, "<i4") for name in ("qo_begin", "qo_len", "kv_begin", "kv_len")]
