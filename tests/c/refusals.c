@@ -30,12 +30,11 @@ struct call {
   X(c->segment.size = 0, BAD, "INIT macro")                                                        \
   X(c->segment.size = (size_t)1 << 40, BAD, "INIT macro")                                          \
   X(c->segment.size = sizeof c->segment - 4, BAD, "INIT macro")                                    \
-  X(c->segment.num_qo_heads = 0, BAD, "num_qo_heads")                                              \
-  X(c->segment.num_qo_heads = -4, BAD, "num_qo_heads")                                             \
-  X(c->segment.num_kv_heads = 0, BAD, "num_kv_heads")                                              \
-  X(c->segment.num_kv_heads = 3, BAD, "num_kv_heads")                                              \
-  X(c->segment.head_dim_qk = 0, BAD, "head_dim")                                                   \
-  X(c->segment.head_dim_qk = 12, BAD, "head_dim")                                                  \
+  X(c->segment.num_qo_heads = 0, BAD, "num_qo_heads = 0: must be at least 1")                      \
+  X(c->segment.num_kv_heads = 0, BAD, "num_kv_heads = 0: must be in [1, 32767]")                   \
+  X(c->segment.num_kv_heads = 3, BAD, "num_qo_heads = 4 is not a multiple of num_kv_heads = 3")    \
+  X(c->segment.head_dim_qk = 0, BAD, "head_dim_qk = 0: must be a multiple of 8 from 8 to 512")     \
+  X(c->segment.head_dim_qk = 12, BAD, "padded with zeros to 16 columns")                           \
   X(c->segment.head_dim_vo = 4096, BAD, "head_dim_vo = 4096")                                      \
   X(c->segment.q_dtype = (preflash_dtype)77, BAD, "q_dtype = 77")                                  \
   X(c->segment.kv_dtype = (preflash_dtype) - 1, BAD, "kv_dtype")                                   \
@@ -58,7 +57,7 @@ struct call {
   X(c->segment.causal = 2, BAD, "causal = 2")                                                      \
   X(c->segment.custom_mask = 1, BAD, "one of them")                                                \
   X(c->segment.batch_invariant = -1, BAD, "batch_invariant = -1")                                  \
-  X(c->segment.window_left = -2, BAD, "window_left = -2")                                          \
+  X(c->segment.window_left = -2, BAD, "window_left = -2: must be -1")                              \
   X(c->segment.soft_cap = -1.0f, BAD, "soft_cap = -1")                                             \
   X(c->segment.soft_cap = NAN, BAD, "soft_cap")                                                    \
   X(c->segment.position = (preflash_position)9, BAD, "position = 9")                               \
@@ -67,20 +66,20 @@ struct call {
   X(c->segment.num_requests = -1, BAD, "num_requests = -1")                                        \
   X(c->segment.qo_indptr = NULL, BAD, "qo_indptr is NULL")                                         \
   X(c->segment.kv_indptr = NULL, BAD, "kv_indptr is NULL")                                         \
-  X(c->segment.qo_indptr = kFalling, BAD, "qo_indptr")                                             \
-  X(c->segment.kv_indptr = kFalling, BAD, "kv_indptr")                                             \
-  X(c->segment.qo_indptr = kNegative, BAD, "qo_indptr")                                            \
-  X(c->segment.kv_indptr = kNegative, BAD, "kv_indptr")                                            \
+  X(c->segment.qo_indptr = kFalling, BAD, "qo_indptr[2] = 2 is less than qo_indptr[1] = 3")        \
+  X(c->segment.kv_indptr = kFalling, BAD, "kv_indptr[2] = 2 is less than")                         \
+  X(c->segment.qo_indptr = kNegative, BAD, "qo_indptr[0] = -1: must not be negative")              \
+  X(c->segment.kv_indptr = kNegative, BAD, "kv_indptr[0] = -1: must not be negative")              \
   X(c->segment.page_size = -1, BAD, "page_size = -1")                                              \
   X(c->segment.page_size = 0, BAD, "page_size = 0")                                                \
   X((c->segment.page_size = 0, c->segment.last_page_len = NULL), BAD, "or page_indices")           \
   X(c->segment.last_page_len = NULL, BAD, "last_page_len is NULL")                                 \
-  X(c->segment.last_page_len = kNone, BAD, "last_page_len")                                        \
-  X(c->segment.last_page_len = kLong, BAD, "last_page_len")                                        \
+  X(c->segment.last_page_len = kNone, BAD, "last_page_len[0] = 0: request 0")                      \
+  X(c->segment.last_page_len = kLong, BAD, "last_page_len[1] = 9: request 1 has 3 pages")          \
   X(c->segment.block_table_stride = -3, BAD, "block_table_stride = -3")                            \
   X(c->segment.block_table_stride = 2, BAD, "request 1 has 3 pages")                               \
   X(c->segment.graph_max_rows = -1, BAD, "graph_max_rows = -1")                                    \
-  X(c->segment.graph_max_rows = 2, BAD, "")                                                        \
+  X(c->segment.graph_max_rows = 2, BAD, "qo_indptr[-1] - qo_indptr[0] = 5")                        \
   X(c->segments = NULL, BAD, "segments is NULL")                                                   \
   X(c->num_segments = 0, BAD, "num_segments = 0")                                                  \
   X(c->num_segments = 3, BAD, "num_segments = 3")                                                  \

@@ -10,10 +10,10 @@ struct tensor {
 };
 struct header {
   int64_t num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, q_dtype, kv_dtype, o_dtype;
-  int64_t causal, custom_mask, window_left, position, batch_invariant;
-  int64_t num_requests, page_size, num_indices, table_stride, sinks, mask_bytes, lse, bounds;
+  int64_t causal, custom_mask, window_left, position;
+  int64_t num_requests, page_size, num_indices, table_stride, sinks, mask_bytes, bounds;
   struct tensor q, k, v, out;
-  double soft_cap, sm_scale, out_scale, rope_scale, rope_theta;
+  double soft_cap, sm_scale, rope_scale, rope_theta;
 };
 
 static FILE* file;
@@ -50,8 +50,8 @@ int main(int argc, char** argv) {
   s.q_dtype = (preflash_dtype)h->q_dtype, s.kv_dtype = (preflash_dtype)h->kv_dtype;
   s.o_dtype = (preflash_dtype)h->o_dtype, s.causal = (int32_t)h->causal;
   s.custom_mask = (int32_t)h->custom_mask, s.window_left = (int32_t)h->window_left;
-  s.position = (preflash_position)h->position, s.batch_invariant = (int32_t)h->batch_invariant;
-  s.soft_cap = (float)h->soft_cap, s.rope_scale = h->rope_scale, s.rope_theta = h->rope_theta;
+  s.position = (preflash_position)h->position, s.soft_cap = (float)h->soft_cap;
+  s.rope_scale = h->rope_scale, s.rope_theta = h->rope_theta;
   s.num_requests = (int32_t)h->num_requests, s.page_size = (int32_t)h->page_size;
   const size_t requests = (size_t)h->num_requests, rows = (size_t)h->q.num_tokens;
   void* qo_indptr = read_host(4 * (requests + 1));
@@ -70,10 +70,9 @@ int main(int argc, char** argv) {
   t.sinks = read_device(h->sinks ? 4 * (size_t)h->num_qo_heads : 0);
   t.mask_bits = read_device((size_t)h->mask_bytes);
   t.out = tensor(&h->out, device_memory((size_t)h->out.bytes));
-  const size_t lse_bytes = h->lse ? 4 * rows * (size_t)h->num_qo_heads : 0;
-  t.lse = h->lse ? device_memory(lse_bytes) : NULL;
-  t.lse_stride_token = h->num_qo_heads, t.lse_stride_head = 1;
-  t.sm_scale = (float)h->sm_scale, t.out_scale = (float)h->out_scale;
+  const size_t lse_bytes = 4 * rows * (size_t)h->num_qo_heads;
+  t.lse = device_memory(lse_bytes), t.lse_stride_token = h->num_qo_heads, t.lse_stride_head = 1;
+  t.sm_scale = (float)h->sm_scale;
   fclose(file);
 
   preflash_memory memory = PREFLASH_MEMORY_INIT;
@@ -88,7 +87,7 @@ int main(int argc, char** argv) {
 
   char* out = malloc((size_t)h->out.bytes + lse_bytes + 1);
   copy(out, t.out.data, (size_t)h->out.bytes);
-  if (t.lse != NULL) copy(out + h->out.bytes, t.lse, lse_bytes);
+  copy(out + h->out.bytes, t.lse, lse_bytes);
   file = fopen(argv[2], "wb");
   if (fwrite(out, 1, (size_t)h->out.bytes + lse_bytes, file) == 0 && rows > 0) return 3;
   fclose(file);

@@ -4,25 +4,23 @@ Every dot product here is exact in float32, so that float64 is what is right.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import preflash
 import pytest
 import torch
 from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import oracle, runner
-from preflash.testing.oracle import LOG2_E, Pipeline
+from preflash.testing.oracle import Pipeline
 
 DIM, KEYS, ROWS = 16, 333, 7
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-MAGNITUDES = [1.3e8, 2.9e9, 1e12, 1e30]
+MAGNITUDES = [1.3e8, 2.9e9, 1e30]
 FLOAT = torch.float32
 in_chunks_or_not = pytest.mark.parametrize(
-    "split",
-    [{"disable_split_kv": True}, {"fixed_split_size": 64}, {"fixed_split_size": 128}],
-    ids=["whole", "64", "128"],
+    "split", [{"disable_split_kv": True}, {"fixed_split_size": 64}], ids=["whole", "64"]
 )
 
 
@@ -58,7 +56,8 @@ class Given:
         mask = options.pop("custom_mask", None)
         mask = None if mask is None else mask.view(len(self.rows), len(self.keys))
         scale = torch.tensor(self.scale, dtype=FLOAT).item()
-        return oracle.attend(*self.tensors(), Pipeline(scale, **options), custom=mask)
+        pipeline = Pipeline(scale, soft_cap=options.pop("logits_soft_cap", 0.0), **options)
+        return oracle.attend(*self.tensors(), pipeline, custom=mask)
 
     def check(self, split: dict) -> None:
         (out, lse), expected = self.attend(split), self.expected()
@@ -79,7 +78,6 @@ def with_winners(*winners):
     return keys
 
 
-WINS_TWICE = "two win, in two tiles"
 RISING = torch.linspace(-1.0, 1.0, KEYS).half().double()
 ALTERNATING = torch.where(torch.arange(KEYS) % 2 == 1, 1.0, -1.0).double()
 # Multiples of the largest key.
@@ -87,10 +85,9 @@ PATTERNS = {
     "ties": steps((1, 1.0)),
     "negative ties": steps((1, -1.0)),
     "ties in unequal chunks": steps((3, 1.0), (100, -1.0), (61, 1.0), (1, 0.5)),
-    "first key wins": with_winners(0),
     "last key wins": with_winners(KEYS - 1),
-    WINS_TWICE: with_winners(63, 64),
-    "three win, far apart": with_winners(1, 130, 332),
+    "two win, in two tiles": with_winners(63, 64),
+    "three win, far apart": with_winners(0, 130, 332),
     "alternating": ALTERNATING,
     "alternating tiles": torch.where(torch.arange(KEYS) // 64 % 2 == 1, 1.0, -1.0).double(),
     "huge, then ordinary": steps((64, 1.0), (269, 0.0)),
@@ -118,20 +115,21 @@ def in_scale(magnitude: float, pattern, dtype=FLOAT, rows=ROWS, **options) -> Gi
 def patterns() -> Iterator[Given]:
     places = [(in_data, dtype) for dtype in TOLERANCE]
     places += [(in_scale, FLOAT), (in_scale, torch.bfloat16)]
-    for (place, dtype), magnitude in itertools.product(places, MAGNITUDES):
+    for (place, dtype), magnitude in product(places, MAGNITUDES):
         for name, pattern in PATTERNS.items():
             # float16 values round to ties in bfloat16.
             if dtype != torch.bfloat16 or name not in ("rising", "falling"):
                 yield place(magnitude, pattern, dtype)
-    for name, scale in itertools.product(("alternating", WINS_TWICE), (0.0, -1.3e8, -1e30)):
-        yield in_scale(scale, PATTERNS[name])
+    for pattern, scale in product((ALTERNATING, with_winners(63, 64)), (0.0, -1.3e8, -1e30)):
+        yield in_scale(scale, pattern)
+    for cap in (1e9, 1e20):  # tanh saturates
+        yield in_scale(1e30, ALTERNATING, logits_soft_cap=cap)
 
 
 def bounds() -> Iterator[Given]:
     windows = ((True, -1), (True, 70), (False, 3), (True, 0))
-    for (causal, left), pattern in itertools.product(windows, PATTERNS.values()):
-        for magnitude in (1.3e8, 1e12):
-            yield in_scale(magnitude, pattern, rows=90, causal=causal, window_left=left)
+    for (causal, left), pattern in product(windows, PATTERNS.values()):
+        yield in_scale(1e12, pattern, rows=90, causal=causal, window_left=left)
 
 
 def masks() -> Iterator[Given]:
@@ -140,7 +138,7 @@ def masks() -> Iterator[Given]:
     mask[1::2, ::3] = False
     mask[3] = False
     mask[4, :200] = False
-    for magnitude, largest in itertools.product(MAGNITUDES, (1.0, 0.0, -1.0)):
+    for magnitude, largest in product(MAGNITUDES, (1.0, 0.0, -1.0)):
         keys = torch.where(torch.arange(KEYS) % 3 == 0, largest, -1.0)
         yield in_scale(magnitude, keys, custom_mask=mask.flatten())
 
@@ -151,13 +149,13 @@ def neighbouring_floats() -> Iterator[Given]:
         unit = 2.0 ** max(bits - 23, -2)
         offsets = torch.randint(0, 8, (KEYS,), generator=torch.Generator().manual_seed(bits))
         keys = 2.0**bits + unit * offsets.double()
-        for scale, sign in itertools.product((1.0, -1.0, 0.5, 1.5, 0.6931472), (1.0, -1.0)):
+        for scale, sign in product((1.0, 0.5, 1.5, 0.6931472), (1.0, -1.0)):
             yield Given(torch.ones(3), sign * keys, scale)
 
 
 def neighbouring_maxima() -> Iterator[Given]:
     """Maxima of two chunks one ulp apart, whose products with log2(e) may round to one float."""
-    for bits, fraction in itertools.product((24, 31, 40, 100), (1.0, 1.2, 1.4, 1.6, 1.8, 1.99)):
+    for bits, fraction in product((24, 31, 40, 100), (1.0, 1.2, 1.4, 1.6, 1.8, 1.99)):
         top = torch.tensor(fraction * 2.0**bits, dtype=FLOAT).double()
         keys = torch.where(torch.arange(KEYS) < 150, top, top + 2.0 ** (bits - 23))
         yield Given(torch.ones(2), keys)
@@ -166,15 +164,11 @@ def neighbouring_maxima() -> Iterator[Given]:
 
 @in_chunks_or_not
 @pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param(one, id=f"{kind.__name__}{i}")
-        for kind in (patterns, bounds, masks, neighbouring_floats, neighbouring_maxima)
-        for i, one in enumerate(kind())
-    ],
+    "kind", [patterns, bounds, masks, neighbouring_floats, neighbouring_maxima]
 )
-def test_weights(given, split):
-    given.check(split)
+def test_weights(kind, split):
+    for given in kind():
+        given.check(split)
 
 
 # Multiples of the factor that one row may differ by from the next: huge and not, both signs.
@@ -182,7 +176,7 @@ MIXED = [1.0, 2.0**-40, -1.0, 0.0, -(2.0**-30), 2.0**-10, 1.0, -(2.0**-5)]
 
 
 @in_chunks_or_not
-@pytest.mark.parametrize("rows", [3, 8, 33])
+@pytest.mark.parametrize("rows", [3, 33])
 @pytest.mark.parametrize("magnitude", MAGNITUDES)
 def test_rows_do_not_see_their_neighbours(magnitude, rows, split):
     """Huge and other rows in one vector are right, and bit-identical to each row by itself."""
@@ -200,21 +194,10 @@ def test_rows_do_not_see_their_neighbours(magnitude, rows, split):
 @in_chunks_or_not
 def test_beyond_what_base_two_can_hold(split):
     """Logits that float32 holds and log2(e) times which it does not: the output is still right."""
-    given = Given(torch.full((2,), 2.0**60), PATTERNS[WINS_TWICE] * 3e38 / 2.0**60)
+    given = Given(torch.full((2,), 2.0**60), with_winners(63, 64) * 3e38 / 2.0**60)
     out, lse = given.attend(split)
     torch.testing.assert_close(out.double(), given.expected().out, rtol=1e-5, atol=1e-5)
     assert bool((lse >= torch.finfo(FLOAT).max).all())
-
-
-@in_chunks_or_not
-@pytest.mark.parametrize("cap", [1e9, 1e20])
-def test_huge_caps(cap, split):
-    """tanh saturates: ties at the cap, and nothing from the negative ones."""
-    given = dataclasses.replace(in_scale(1e30, ALTERNATING), options={"logits_soft_cap": cap})
-    out, lse = given.attend(split)
-    mean = given.tensors()[2][1::2].mean(0).expand_as(out)
-    torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, torch.full_like(lse, cap * LOG2_E), rtol=1e-6, atol=0)
 
 
 @in_chunks_or_not

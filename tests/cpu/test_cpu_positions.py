@@ -27,8 +27,7 @@ def far(qo_len: int, kv_len: int, **options):
 
 
 @in_chunks_or_not
-@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
-@pytest.mark.parametrize("qo_len", [1, 3, 19])
+@pytest.mark.parametrize(("qo_len", "soft_cap"), [(1, 0.0), (3, 20.0), (19, 0.0)])
 def test_far_keys_keep_their_bits_under_alibi(qo_len, soft_cap, split):
     """One float of a logit of 100000 has an ulp of 1/128: weights would be wrong by 0.3 %."""
     options = {"pos_encoding_mode": "ALIBI", "logits_soft_cap": soft_cap}
@@ -40,9 +39,10 @@ def test_far_keys_keep_their_bits_under_alibi(qo_len, soft_cap, split):
 
 
 @in_chunks_or_not
-@pytest.mark.parametrize("rope", [Rope(), Rope(0.3, 5e5)], ids=["default", "other"])
-@pytest.mark.parametrize("qo_len", [1, 3, 19, 70])
-def test_far_positions_keep_their_bits_under_rope(qo_len, split, rope):
+@pytest.mark.parametrize(
+    ("qo_len", "rope"), [(1, Rope()), (3, Rope(0.3, 5e5)), (19, Rope()), (70, Rope(0.3, 5e5))]
+)
+def test_far_positions_keep_their_bits_under_rope(qo_len, rope, split):
     """From 2^18 on an angle in float32 would be off by 1/64, and so would weights."""
     # Few keys weigh: errors of their logits stay visible.
     options = {"window_left": 300, "sm_scale": 1.0, "pos_encoding_mode": "ROPE_LLAMA"}

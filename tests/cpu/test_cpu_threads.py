@@ -7,11 +7,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import cpu_runs
 import preflash
 import pytest
 import torch
-from cpu_runs import python, same
+from cpu_runs import python, result, same
 from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 
@@ -29,11 +28,6 @@ def use_threads(num_threads):
     """Sets torch's count of the calling Python thread."""
     torch.get_num_threads()  # a thread's first call takes over what any thread set last
     torch.set_num_threads(num_threads)
-
-
-def result(inputs, num_threads):
-    use_threads(num_threads)
-    return cpu_runs.result(inputs)
 
 
 def in_threads(*functions):
@@ -101,8 +95,8 @@ def test_bits_do_not_depend_on_other_callers():
     v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
 
     def results(num_threads):
-        attention = result(inputs, num_threads)
-        return *attention, preflash.packbits(x), *preflash.merge_states(v, s)
+        use_threads(num_threads)
+        return *result(inputs), preflash.packbits(x), *preflash.merge_states(v, s)
 
     alone = results(1)
 
@@ -113,48 +107,29 @@ def test_bits_do_not_depend_on_other_callers():
 
 
 def test_threads_that_share_a_wrapper():
-    """Each run has partials of its own, whichever of the wrapper's plans it runs."""
-    case = Case("split", (30,), (3000,), 4, 2, 64, fixed_split_size=256)
-    inputs = build(case)
-    wrapper = runner.planned(inputs, backend="cpu")
-    others = [torch.randn_like(inputs.q) for _ in range(4)]
-
-    def results(q):
-        k, v = inputs.k, inputs.v
-        return wrapper.run(q, k, v), wrapper.run(q, k, v, window_left=2000)
-
-    alone = [results(q) for q in others]
-
-    def many(i):
-        use_threads(1 + i % 2)
-        return all(same(results(others[i]), alone[i]) for _ in range(20))
-
-    assert all(in_threads(*(lambda i=i: many(i) for i in range(len(others)))))
-
-
-def test_threads_that_bind_launches_of_one_wrapper():
-    """A wrapper sees more strides, and more windows, than it keeps; any thread has each first."""
-    case = Case("shared", (3, 2), (40, 30), 2, 1, 32, mask=MaskKind.CAUSAL)
+    """Each run has partials of its own. The wrapper sees more strides, and more windows, than it
+    keeps; any thread has each first."""
+    case = Case("shared", (3, 2), (400, 130), 2, 1, 32, mask=MaskKind.CAUSAL, fixed_split_size=64)
     inputs = build(case)
     wrapper = runner.planned(inputs, backend="cpu")
     k, v = inputs.k, inputs.v
-    usual = wrapper.run(inputs.q, k, v)
-    windows = {window: wrapper.run(inputs.q, k, v, window_left=window) for window in range(12)}
+    queries = [torch.randn_like(inputs.q) for _ in range(4)]
+    windows = [-1, *range(300, 312)]
+    alone = [[wrapper.run(q, k, v, window_left=window) for window in windows] for q in queries]
     ready = threading.Barrier(4, timeout=60)
 
     def many(i):
-        use_threads(1)
+        use_threads(1 + i % 2)
         for _ in range(3):
-            runner.plan(wrapper, inputs) if ready.wait() == 0 else None
+            if ready.wait() == 0:
+                runner.plan(wrapper, inputs)
             ready.wait()
             for j in range(150):
-                padding = (37 * i + j) % 150
-                q = inputs.q.new_empty(*inputs.q.shape[:2], 32 + 8 * padding)[..., :32]
-                window = (i + j) % 12
-                if not torch.equal(wrapper.run(q.copy_(inputs.q), k, v), usual):
-                    return False
-                narrow = wrapper.run(inputs.q, k, v, window_left=window)
-                if not torch.equal(narrow, windows[window]):
+                padding, window = (37 * i + j) % 150, (i + j) % len(windows)
+                wide = inputs.q.new_empty(*inputs.q.shape[:2], 32 + 8 * padding)
+                q = wide[..., :32].copy_(queries[i])
+                found = wrapper.run(q, k, v, window_left=windows[window])
+                if not torch.equal(found, alone[i][window]):
                     return False
         return True
 
@@ -199,7 +174,7 @@ def test_a_new_job_gets_the_helper_of_a_running_one():
     assert len(set(short["threads"]) & set(long["threads"])) == 1
 
 
-@pytest.mark.parametrize("num_jobs", [2, 3, 5])
+@pytest.mark.parametrize("num_jobs", [2, 5])
 def test_helpers_spread_over_jobs(num_jobs):
     """Three helpers; where jobs outnumber them, each has its turn."""
     job = {"count": 800, "num_threads": 4, "microseconds": 2_000}
@@ -291,11 +266,10 @@ for name, call in {ENTRY_POINTS!r}.items():
             assert part in line
 
 
-@pytest.mark.parametrize("isa", ["", "generic", "avx512"])
-def test_known_instruction_sets(isa):
-    got = python("from preflash import _core; print(_core.cpu_isa())", PREFLASH_CPU_ISA=isa).strip()
-    order = ["generic", "avx2", "avx512"]
-    assert order.index(got) <= order.index(isa or "avx512")
+def test_known_instruction_sets():
+    code = "from preflash import _core; print(_core.cpu_isa())"
+    assert python(code, PREFLASH_CPU_ISA="generic") == "generic\n"
+    assert python(code, PREFLASH_CPU_ISA="avx512") == python(code, PREFLASH_CPU_ISA="")
 
 
 def test_planning_lets_other_threads_run():

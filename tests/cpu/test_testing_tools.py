@@ -7,32 +7,10 @@ import attention_cases
 import pytest
 import torch
 from fuzz.random_cases import random_cases
-from preflash.testing import (
-    Case,
-    MaskKind,
-    Position,
-    build,
-    compare,
-    inputs,
-    oracle,
-    reference,
-    runner,
-)
+from preflash.testing import Case, MaskKind, Position, build, compare, oracle, reference, runner
 from preflash.testing.comparison import unit_roundoff
+from preflash.testing.inputs import pack_little
 from preflash.testing.oracle import Pipeline
-
-
-def keeps(case: Case, request, row: int, key: int) -> bool:
-    """Returns whether a row keeps a key, by the specification."""
-    qo_len, kv_len = request.q.shape[0], request.k.shape[0]
-    delta = kv_len - qo_len
-    if request.mask is not None:
-        keep = bool(request.mask[row, key])
-    elif case.mask is MaskKind.CAUSAL:
-        keep = key <= row + delta
-    else:
-        keep = True
-    return keep and (case.window_left < 0 or key >= row + delta - case.window_left)
 
 
 def rotated(x: torch.Tensor, first: int, rope) -> torch.Tensor:
@@ -46,40 +24,43 @@ def rotated(x: torch.Tensor, first: int, rope) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag], -1)
 
 
-def sdpa(case: Case, made) -> torch.Tensor:
-    parts = []
-    for i in range(case.batch_size):
-        request = made.request(i)
-        qo_len, kv_len = request.q.shape[0], request.k.shape[0]
-        if qo_len == 0 or kv_len == 0:
-            parts.append(torch.zeros(qo_len, case.num_qo_heads, case.dim_vo, dtype=torch.float64))
-            continue
-        keep = torch.tensor(
-            [[keeps(case, request, row, key) for key in range(kv_len)] for row in range(qo_len)]
-        )
-        q, key = request.q.double(), request.k.double()
-        if made.pipeline.rope is not None:
-            q = rotated(q, kv_len - qo_len, made.pipeline.rope)
-            key = rotated(key, 0, made.pipeline.rope)
-        k, v = (
-            t.double().repeat_interleave(case.group_size, 1).transpose(0, 1)[None]
-            for t in (key, request.v)
-        )
-        bias = torch.zeros(case.num_qo_heads, qo_len, kv_len, dtype=torch.float64)
-        if case.position is Position.ALIBI:
-            distance = torch.arange(kv_len)[None, :] - torch.arange(qo_len)[:, None]
-            bias += made.pipeline.slopes[:, None, None] * distance
-        bias.masked_fill_(~keep, -math.inf)
-        if made.sinks is not None:  # a key of zeros whose logit is the sink and whose value is 0
-            sinks = made.sinks.double()[:, None, None].expand(-1, qo_len, 1)
-            bias = torch.cat([bias, sinks], -1)
-            k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k, v, attn_mask=bias, scale=case.scale
-        )[0].transpose(0, 1)
-        out[~keep.any(1)] = 0
-        parts.append(out)
-    return torch.cat(parts)
+def kept(case: Case, request) -> torch.Tensor:
+    """Returns keep[row, key], by the specification."""
+    qo_len, kv_len = request.q.shape[0], request.k.shape[0]
+    last, key = torch.arange(kv_len - qo_len, kv_len)[:, None], torch.arange(kv_len)
+    keep = (case.window_left < 0) | (key >= last - case.window_left)
+    if request.mask is not None:
+        return keep & request.mask.bool()
+    return keep & (key <= last) if case.mask is MaskKind.CAUSAL else keep
+
+
+def sdpa(made, request) -> torch.Tensor:
+    """Computes the output of a request by torch's attention in float64."""
+    case, pipeline = made.case, made.pipeline
+    qo_len, kv_len = request.q.shape[0], request.k.shape[0]
+    if qo_len == 0 or kv_len == 0:
+        return torch.zeros(qo_len, case.num_qo_heads, case.dim_vo, dtype=torch.float64)
+    q, k = request.q.double(), request.k.double()
+    if pipeline.rope is not None:
+        q, k = rotated(q, kv_len - qo_len, pipeline.rope), rotated(k, 0, pipeline.rope)
+    k, v = (
+        t.repeat_interleave(case.group_size, 1).transpose(0, 1) for t in (k, request.v.double())
+    )
+    keep = kept(case, request).expand(qo_len, kv_len)
+    bias = torch.zeros(case.num_qo_heads, qo_len, kv_len, dtype=torch.float64)
+    if case.position is Position.ALIBI:
+        distance = torch.arange(kv_len)[None, :] - torch.arange(qo_len)[:, None]
+        bias += pipeline.slopes[:, None, None] * distance
+    bias.masked_fill_(~keep, -math.inf)
+    if made.sinks is not None:  # a key of zeros whose logit is the sink and whose value is 0
+        sinks = made.sinks.double()[:, None, None].expand(-1, qo_len, 1)
+        bias = torch.cat([bias, sinks], -1)
+        k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k, v, attn_mask=bias, scale=case.scale
+    ).transpose(0, 1)
+    out[~keep.any(1)] = 0
+    return out
 
 
 SMALL = [
@@ -98,7 +79,8 @@ def test_oracle_is_sdpa_in_float64(case):
     made = build(case)
     expected = reference(made)
     assert bool(expected.out.isfinite().all())
-    torch.testing.assert_close(expected.out, sdpa(case, made), rtol=1e-10, atol=1e-10)
+    wanted = torch.cat([sdpa(made, made.request(i)) for i in range(case.batch_size)])
+    torch.testing.assert_close(expected.out, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=("f16", "bf16"))
@@ -177,10 +159,10 @@ def test_everything_unowned_is_poisoned():
 
 def test_packing_is_little_order_with_a_byte_per_request():
     mask = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]).bool()
-    assert inputs.pack_little(mask).tolist() == [0b00001001, 0b00000010]
+    assert pack_little(mask).tolist() == [0b00001001, 0b00000010]
 
 
-# --- a rounding machine passes, mistakes do not ------------------------------
+# A rounding machine passes, mistakes do not.
 
 BASE = Case("comparison", (40, 3), (130, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 

@@ -10,7 +10,7 @@ from preflash import _core
 from preflash_harness import planner
 
 FINAL = -1
-ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: what an item costs besides its KV tiles
+ITEM_COST, PARTIAL_COST = 2, 1  # work.h, CostModel: cost of an item besides its KV tiles
 
 REQUEST = np.dtype(
     [(name, "<i4") for name in ("qo_begin", "qo_len", "kv_begin", "kv_len")]
@@ -58,6 +58,11 @@ def rows_per_tile(case: dict) -> int:
     if traits_of(case).token_aligned and group <= tile_m:
         return tile_m // group * group
     return tile_m
+
+
+def has_split_policy(options: dict) -> bool:
+    """Returns true if splits of a segment do not depend on the batch."""
+    return bool(options.get("fixed_split_size") or options.get("disable_split_kv"))
 
 
 def partial_bytes(rows: int, head_dim: int = 128) -> int:
@@ -110,8 +115,7 @@ class Planned:
     def is_aligned(self, item) -> bool:
         """Returns true if tiles of rows begin at fixed positions (plan.h, QueryGrid)."""
         options = self.segment_of(item)
-        invariant = options.get("fixed_split_size") or options.get("disable_split_kv")
-        return bool(options.get("aligns_query_tiles") and invariant)
+        return bool(options.get("aligns_query_tiles") and has_split_policy(options))
 
     def tile_begin_of(self, item) -> int:
         """Returns the first row of an item's or a merge's tile, which may be before the request."""
@@ -146,10 +150,9 @@ class Planned:
     def chunk_origin_of(self, item) -> int:
         """Returns where the chunks of the item's request begin: 0, or a tile at the window."""
         options, request = self.segment_of(item), self.requests[item["request"]]
-        fixed = options.get("fixed_split_size") or options.get("disable_split_kv")
         window, chunk_size = options["window_left"], options["chunk_size"]
         reaches = [window] * (window >= 0) + [chunk_size - 1] * (chunk_size > 0)
-        if fixed or not reaches:
+        if has_split_policy(options) or not reaches:
             return 0
         first = int(request["kv_len"]) - int(request["qo_len"]) - min(reaches)
         return first // options["tile_n"] * options["tile_n"]
@@ -263,14 +266,6 @@ def check_covered(plan: Planned) -> None:
         assert (written == 1).all()
 
 
-def _check_chunks(plan: Planned) -> None:
-    """Chunk lengths are whole tiles, and each partial item has a KV tile."""
-    for request in plan.requests:
-        assert request["chunk_keys"] > 0
-        assert request["chunk_keys"] % plan.segments[request["segment"]]["tile_n"] == 0
-    assert all(plan.kv_tiles_of(i) > 0 for i in plan.items if i["partial_row"] != FINAL)
-
-
 def _check_partials(plan: Planned) -> None:
     """Partial rows are disjoint, used once, in chunk order, and inside the float workspace."""
     begins_and_ends, float_bytes = [], 0
@@ -337,11 +332,15 @@ def _check_image(plan: Planned) -> None:
 def check(plan: Planned) -> None:
     """Asserts all that holds for any plan."""
     _check_image(plan)
-    _check_chunks(plan)
+    for request in plan.requests:
+        assert request["chunk_keys"] > 0
+        assert request["chunk_keys"] % plan.segments[request["segment"]]["tile_n"] == 0
     assert all(plan.rows_of(item) for item in plan.items)
     check_covered(plan)
     _check_partials(plan)
-    assert plan.sizes["num_kv_tiles"] == sum(plan.kv_tiles_of(item) for item in plan.items)
+    kv_tiles = np.array([plan.kv_tiles_of(item) for item in plan.items], int)
+    assert (kv_tiles[plan.items["partial_row"] != FINAL] > 0).all()
+    assert plan.sizes["num_kv_tiles"] == kv_tiles.sum()
     if plan.cta_begin is not None:
         assert plan.cta_begin[0] == 0
         assert plan.cta_begin[-1] == plan.sizes["num_items"]

@@ -7,19 +7,7 @@ import pytest
 from planned import keep_mask, planner
 
 LENGTHS = list(product((0, 1, 2, 5, 8, 9, 17), repeat=2))
-MASKS = pytest.mark.parametrize(
-    ("causal", "window_left", "chunk_size"),
-    list(product((False, True), (-1, 0, 1, 4, 30), (0, 1, 2, 8, 32))),
-)
 TILE_N = 4
-
-
-@MASKS
-def test_keeps_is_the_definition(causal, window_left, chunk_size):
-    bounds = {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
-    for qo_len, kv_len in LENGTHS:
-        got = np.array(planner.keeps(qo_len=qo_len, kv_len=kv_len, **bounds), bool)
-        assert np.array_equal(got.reshape(qo_len, kv_len), keep_mask(qo_len, kv_len, **bounds))
 
 
 def spans(qo_len, kv_len):
@@ -31,10 +19,11 @@ def spans(qo_len, kv_len):
                 yield first, last, begin, min(begin + chunk, kv_len)
 
 
-def check_range(keep, tiles, keys, custom_mask):
+def check_range(keep, tiles, key_begin, key_end):
+    """Checks {begin, full_begin, full_end, end} of rows whose kept keys are keep[row, key]."""
     begin, full_begin, full_end, end = tiles
     assert begin <= full_begin <= full_end <= end
-    kept_keys = np.flatnonzero(keep.any(axis=0)[keys[0] : keys[1]]) + keys[0]
+    kept_keys = np.flatnonzero(keep.any(axis=0)[key_begin:key_end]) + key_begin
     if kept_keys.size == 0:
         # A window without causal may leave a hole between rows' intervals but never in one row's.
         assert begin == end
@@ -48,24 +37,23 @@ def check_range(keep, tiles, keys, custom_mask):
         of_tile = keep[:, tile * TILE_N : (tile + 1) * TILE_N]
         return of_tile.shape[1] == TILE_N and of_tile.all()
 
-    assert all(map(full, range(full_begin, full_end)))
-    if custom_mask:
-        assert full_begin == full_end
-        return
     # Every full tile is found: none pays for a mask that it does not need.
     assert list(range(full_begin, full_end)) == [tile for tile in range(begin, end) if full(tile)]
 
 
-@pytest.mark.parametrize("custom_mask", [False, True])
-@MASKS
-def test_touched_tiles_by_brute_force(causal, window_left, chunk_size, custom_mask):
+@pytest.mark.parametrize("chunk_size", [0, 1, 2, 8, 32])
+@pytest.mark.parametrize("window_left", [-1, 0, 1, 4, 30])
+@pytest.mark.parametrize("causal", [False, True])
+def test_by_brute_force(causal, window_left, chunk_size):
     bounds = {"causal": causal, "window_left": window_left, "chunk_size": chunk_size}
     for qo_len, kv_len in LENGTHS:
         keep = keep_mask(qo_len, kv_len, **bounds)
         request = bounds | {"qo_len": qo_len, "kv_len": kv_len}
-        for first, last, *keys in spans(qo_len, kv_len):
-            places = {"first": first, "last": last, "key_begin": keys[0], "key_end": keys[1]}
-            tiles = planner.touched_tiles(
-                **request, **places, tile_n=TILE_N, custom_mask=custom_mask
-            )
-            check_range(keep[first : last + 1], tiles, keys, custom_mask)
+        assert np.array_equal(np.reshape(planner.keeps(**request), keep.shape), keep)
+        for first, last, key_begin, key_end in spans(qo_len, kv_len):
+            places = {"first": first, "last": last, "key_begin": key_begin, "key_end": key_end}
+            tiles = planner.touched_tiles(**request, **places, tile_n=TILE_N)
+            check_range(keep[first : last + 1], tiles, key_begin, key_end)
+            under_mask = planner.touched_tiles(**request, **places, tile_n=TILE_N, custom_mask=True)
+            assert (under_mask[0], under_mask[3]) == (tiles[0], tiles[3])
+            assert under_mask[1] == under_mask[2], "a custom mask may hide keys of any tile"

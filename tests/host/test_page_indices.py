@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 from preflash import _core
 
-COUNTS = (*range(40), 63, 64, 65)
 
-
-def batch_of(begin: int, end: int) -> _core.Batch:
-    """Returns a batch of one request that owns the pages [begin, end)."""
-    return batch_of_pages([begin, end])
-
-
-def batch_of_pages(indptr: list[int]) -> _core.Batch:
+def batch_of_pages(*indptr: int) -> _core.Batch:
     """Returns a batch of requests that own the pages [indptr[i], indptr[i + 1])."""
     n = len(indptr) - 1
     arrays = [np.array(values, "<i4") for values in (range(n + 1), indptr, [1] * n)]
@@ -21,20 +14,20 @@ def batch_of_pages(indptr: list[int]) -> _core.Batch:
 
 
 @pytest.mark.parametrize("begin", [0, 3])
-@pytest.mark.parametrize("count", [*COUNTS, 1000])
-def test_the_largest_of_the_pages_that_requests_own(count, begin):
-    pages = np.random.default_rng(count).permutation(begin + count).astype("<i4")
-    pages[:begin] = -5  # of no request
-    batch = batch_of(begin, begin + count)
-    for find in (batch.set_page_indices, batch.largest_page_of):
-        assert find(pages.ctypes.data, len(pages)) == max(pages[begin:], default=-1)
-    assert batch.page_indices == pages.tolist()
-    assert batch.set_page_indices(pages[::-1].copy().ctypes.data, 0) == -1
+def test_the_largest_of_the_pages_that_requests_own(begin):
+    for count in (*range(40), 63, 64, 65, 1000):
+        pages = np.random.default_rng(count).permutation(begin + count).astype("<i4")
+        pages[:begin] = -5  # of no request
+        batch = batch_of_pages(begin, begin + count)
+        for find in (batch.set_page_indices, batch.largest_page_of):
+            assert find(pages.ctypes.data, len(pages)) == max(pages[begin:], default=-1)
+        assert batch.page_indices == pages.tolist()
+        assert batch.set_page_indices(pages[::-1].copy().ctypes.data, 0) == -1
 
 
-@pytest.mark.parametrize("count", COUNTS[1:])
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65])
 def test_every_position_counts(count):
-    batch = batch_of(0, count)
+    batch = batch_of_pages(0, count)
     for position in range(count):
         pages = np.zeros(count, "<i4")
         pages[position] = 2**31 - 1
@@ -45,18 +38,14 @@ def test_every_position_counts(count):
                 find(pages.ctypes.data, count)
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_every_page_of_a_block_table_counts(last):
-    """Entries that no request owns do not."""
-    batch, table = batch_of_pages([0, 2, 3]), np.full((2, 4), 99, "<i4")
+def test_block_tables():
+    """Every page of a request counts; entries of no request do not. The size fits int32."""
+    batch, table = batch_of_pages(0, 2, 3), np.full((2, 4), 99, "<i4")
     batch.use_block_table(4)
-    table[0, :2], table[1, 0] = [1, 5 - last], 4 + last
-    assert batch.largest_page_of(table.ctypes.data, table.size) == 5
-    assert batch.page_entries == 5
-
-
-def test_block_tables_have_fewer_elements_than_int32_counts():
-    batch = batch_of_pages([0, 2, 3])
+    for last in (0, 1):
+        table[0, :2], table[1, 0] = [1, 5 - last], 4 + last
+        assert batch.largest_page_of(table.ctypes.data, table.size) == 5
+        assert batch.page_entries == 5
     batch.use_block_table(2**30 - 1)
     with pytest.raises(ValueError, match="a block table of 2 rows that are 1073741824"):
         batch.use_block_table(2**30)

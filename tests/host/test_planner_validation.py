@@ -1,6 +1,7 @@
 """The planner refuses a case by the argument's name and value, and plans what is just inside."""
 
 import time
+from itertools import product
 
 import pytest
 from planned import check, checked, partial_bytes, plan, planner, ragged, segment
@@ -37,27 +38,14 @@ def pair(**change) -> dict:
     return {"segments": [prefill, segment([1] * 2, [4000] * 2, num_qo_heads=16) | change]}
 
 
-# Changes of good arguments, which validate() refuses.
+# Changes of good arguments, which validate() refuses; tests/c/refusals.c has those of every call.
 CHANGES = [
     (RAGGED, {"qo_indptr": []}, r"qo_indptr is empty"),
-    (RAGGED, {"qo_indptr": [-1, 3, 3, 8]}, r"qo_indptr\[0\] = -1"),
-    (RAGGED, {"qo_indptr": [0, 3, 2, 8]}, r"qo_indptr\[2\] = 2 .*qo_indptr\[1\] = 3"),
-    (RAGGED, {"qo_indptr": [0, -3, 2, 8]}, r"qo_indptr\[1\] = -3"),
-    (RAGGED, {"kv_indptr": [-2, 10, 14, 14]}, r"^kv_indptr\[0\] = -2"),
     (RAGGED, {"kv_indptr": [0, 10, 14, 13]}, r"^kv_indptr\[3\] = 13 .*\[2\] = 14"),
     (RAGGED, {"kv_indptr": [0, 10]}, r"^kv_indptr has 2 elements, qo_indptr has 4"),
-    (RAGGED, {"kv_indptr": []}, r"^kv_indptr has 0 elements"),
-    (RAGGED, {"num_qo_heads": 0}, r"num_qo_heads = 0"),
-    (RAGGED, {"num_kv_heads": 0}, r"num_kv_heads = 0"),
-    (RAGGED, {"num_kv_heads": -2}, r"num_kv_heads = -2"),
     (RAGGED, heads(32768), r"num_kv_heads = 32768"),
-    (RAGGED, {"num_qo_heads": 5}, r"num_qo_heads = 5 .*num_kv_heads = 2"),
-    (RAGGED, {"head_dim_qk": 4, "head_dim_vo": 64}, r"head_dim_qk = 4.* to 8 columns"),
-    (RAGGED, {"head_dim_qk": 100}, r"head_dim_qk = 100.*padded with zeros to 104 .*sqrt\(100\)"),
     (RAGGED, {"head_dim_qk": 520}, r"head_dim_qk = 520.*512.*scaled_dot_product_attention"),
     (RAGGED, {"head_dim_vo": 0}, r"head_dim_vo = 0: must be a multiple of 8 from 8 to 512$"),
-    (RAGGED, {"head_dim_vo": 12}, r"head_dim_vo = 12"),
-    (RAGGED, {"window_left": -2}, r"window_left = -2"),
     (RAGGED, {"window_left": MOST}, r"window_left = 2147483647.*-1"),
     (RAGGED, {"chunk_size": -4}, r"chunk_size = -4.*power of two"),
     (RAGGED, {"chunk_size": 48}, r"chunk_size = 48.*power of two"),
@@ -66,23 +54,15 @@ CHANGES = [
      r"fixed_split_size = 64: keys under a window \(window_left = 9\)"),
     (RAGGED, {"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),
     (RAGGED, {"graph_max_rows": -1}, r"graph_max_rows = -1"),
-    (RAGGED, {"graph_max_rows": 7}, r"qo_indptr\[-1\] - qo_indptr\[0\] = 8.* 7 "),
+
     (RAGGED, {"qo_indptr": [0, LIMIT // 2 + 1], "kv_indptr": [0, 1]},
      rf"qo_indptr\[1\]: request 0 .*{LIMIT + 2} rows"),
     (RAGGED, {"qo_indptr": [0, 1], "kv_indptr": [0, LIMIT + 1]},
      rf"^kv_indptr\[1\]: request 0 has {LIMIT + 1} keys"),
     (RAGGED, {"custom_mask": True}, r"mask_indptr has 0 elements"),
     (RAGGED, {"last_page_len": [1, 1, 1]}, r"page_size = 0"),
-    (PAGED, {"page_size": -1}, r"page_size = -1"),
-    (PAGED, {"page_size": 0}, r"page_size = 0"),
-    (PAGED, {"kv_indptr": [-1, 2, 2, 3]}, r"^paged_kv_indptr\[0\] = -1"),
     (PAGED, {"kv_indptr": [0, 2, 1, 3]}, r"^paged_kv_indptr\[2\] = 1 .*\[1\] = 2"),
-    (PAGED, {"kv_indptr": [0, 2, 2]}, r"^paged_kv_indptr has 3 elements"),
-    (PAGED, {"last_page_len": [1, 1]}, r"paged_kv_last_page_len has 2 elements"),
     (PAGED, {"last_page_len": []}, r"paged_kv_last_page_len has 0 elements"),
-    (PAGED, {"last_page_len": [0, 0, 16]}, r"last_page_len\[0\] = 0: .*page_size = 16.*\[1, 16\]"),
-    (PAGED, {"last_page_len": [1, 0, 17]}, r"paged_kv_last_page_len\[2\] = 17"),
-    (PAGED, {"last_page_len": [1, 0, -1]}, r"paged_kv_last_page_len\[2\] = -1"),
     (PAGED, {"last_page_len": [-(2**31), 0, 1]}, r"last_page_len\[0\] = -2147483648: .*\[1, 16\]"),
     (PAGED, {"page_size": LIMIT, "last_page_len": [1, 0, 1]},
      rf"paged_kv_indptr\[1\]: request 0 has {LIMIT + 1} keys"),
@@ -92,10 +72,7 @@ CHANGES = [
     (MASKED, {"mask_indptr": [0, 4, 3, 3]}, r"mask_indptr\[2\] = 3"),
     (MASKED, {"custom_mask": False}, r"mask_indptr has 4 elements but no custom mask"),
     (long(), {"mask_indptr": [0, LIMIT**2 // 8 - 1]}, f"which take {LIMIT**2 // 8} bytes"),
-    (pair(num_qo_heads=7), {},
-     "segment 1: num_qo_heads = 7 is not a multiple of num_kv_heads = 2"),
     (pair(qo_indptr=[0, 5, 3]), {}, r"segment 1: qo_indptr\[2\] = 3 is less than"),
-    (pair(window_left=-3), {}, "segment 1: window_left = -3"),
     (pair(graph_max_rows=9), {},
      "segment 1: graph_max_rows = 9, segment 0 has 0: a CUDA graph holds"),
 ]  # fmt: skip
@@ -105,11 +82,6 @@ CHANGES = [
 def test_arguments_that_are_wrong(case, change, message):
     with pytest.raises(ValueError, match=message):
         planner.validate(**case | change)
-
-
-def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match="page_sise"):
-        planner.validate(**RAGGED, page_sise=3)
 
 
 COUNT = 1 << 20
@@ -130,6 +102,12 @@ SPLIT_PAIR = [segment([1] * n, [4000] * n, num_qo_heads=16, fixed_split_size=512
 PAIR_BYTES = [partial_bytes(n * 16 * 8) for n in (8, 4)]  # of requests, heads, chunks
 # Each segment of a graph has half of the workspace.
 GRAPH_PAIR = [one | {"graph_max_rows": n} for one, n in zip(SPLIT_PAIR, (8, 4), strict=True)]
+SUFFICIENT = [
+    (SMALL_SPLIT, SMALL_BYTES),
+    (GRAPH_SPLIT, GRAPH_BYTES),
+    ({"segments": SPLIT_PAIR}, sum(PAIR_BYTES)),
+    ({"segments": GRAPH_PAIR}, 2 * PAIR_BYTES[0]),
+]
 
 
 def room(case: dict, num_bytes: int) -> dict:
@@ -137,13 +115,9 @@ def room(case: dict, num_bytes: int) -> dict:
 
 
 PLANS = [
-    *(
-        (long(tile_m=tile_m, **heads(256)),
-         rf"qo_indptr\[-1\] - qo_indptr\[0\] = {LIMIT}: .* {LIMIT // tile_m} work items for "
-         "each of 256 KV heads.*several parts")
-        for tile_m in (64, 128)
-    ),
-    (long(**heads(32767)), "work items for each of 32767 KV heads"),
+    (long(tile_m=64, **heads(256)),
+     rf"qo_indptr\[-1\] - qo_indptr\[0\] = {LIMIT}: .* {LIMIT // 64} work items for "
+     "each of 256 KV heads.*several parts"),
     (shared_page([LIMIT, LIMIT - 1], **heads(32767)), "work items for each of 32767 KV heads"),
     (GROUPS, rf"qo_indptr\[-1\] - qo_indptr\[0\] = {COUNT}: the batch makes "
              rf"{COUNT * COUNT // 128} work items"),
@@ -151,13 +125,11 @@ PLANS = [
     (GROUPS | {"num_qo_heads": MOST, "qo_indptr": [0] * COUNT + [1]}, "queries times"),
     (TOO_FINE, rf"fixed_split_size = 1 cuts a request into {LIMIT // 64} KV chunks; "
                "at most 32767"),
-    (TOO_FINE | {"tile_n": 16}, rf"into {LIMIT // 16} KV chunks"),
     (TOO_FINE | {"fixed_split_size": LIMIT // 8},
      rf"makes {8 * LIMIT} partial rows of the batch; at most {MOST}"),
     (TOO_FINE | {"fixed_split_size": LIMIT // 32767 // 64 * 64 + 64},
      "work items for each of 1 KV heads"),
     (HALF_SPLIT, f"needs {HALF_BYTES} bytes for partial results of {LIMIT // 4} rows"),
-    (room(HALF_SPLIT, HALF_BYTES - 1), "float_workspace_buffer"),
     *(
         (RESERVED | split | heads(32767),
          rf"graph_max_rows = {MOST}: a CUDA graph would reserve \d+ work items")
@@ -191,25 +163,15 @@ def test_plans_that_are_too_large(case, message):
     planner.tile_class(**case)
 
 
-@pytest.mark.parametrize(
-    ("case", "num_bytes"),
-    [
-        (SMALL_SPLIT, SMALL_BYTES),
-        (GRAPH_SPLIT, GRAPH_BYTES),
-        ({"segments": SPLIT_PAIR}, sum(PAIR_BYTES)),
-        ({"segments": GRAPH_PAIR}, 2 * PAIR_BYTES[0]),
-    ],
-    ids=["one", "graph", "pair", "graph of a pair"],
-)
+@pytest.mark.parametrize(("case", "num_bytes"), SUFFICIENT)
 def test_a_workspace_that_just_suffices(case, num_bytes):
     made = plan(**room(case, num_bytes))
     check(made)
     assert made.layout["float_bytes"] == num_bytes
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_good_cases_and_the_limits_themselves_pass():
+    for case in (
         RAGGED,
         PAGED,
         MASKED,
@@ -218,21 +180,19 @@ def test_a_workspace_that_just_suffices(case, num_bytes):
         long(mask_indptr=[0, LIMIT**2 // 8]),
         long(mask_indptr=[2**63 - 1 - LIMIT**2 // 8, 2**63 - 1]),
         {"segments": [HALF, HALF]},
-    ],
-)
-def test_good_cases_and_the_limits_themselves_pass(case):
-    planner.validate(**case)
+    ):
+        planner.validate(**case)
 
 
 def test_any_last_page_len_where_there_is_no_page():
     expected = planner.plan(**PAGED)
-    for last in (0, 1, 16, 17, -1, -16, -(2**31), MOST):
+    for last in (0, 17, -(2**31), MOST):
         case = PAGED | {"last_page_len": [1, last, 16]}
         assert planner.tile_class(**case) == planner.tile_class(**PAGED)
         assert planner.plan(**case) == expected
 
 
-MANY_KEYS = [heads(n) | {"head_dim_qk": 256} | more for n in (1, 8, 128) for more in ({}, L2, SM90)]
+MANY_KEYS = [heads(n) | {"head_dim_qk": 256} | more for n in (1, 128) for more in ({}, L2, SM90)]
 LONG_SPLIT = {"fixed_split_size": LIMIT // 2, "float_workspace_bytes": 256 << 20}
 PLANNED = [
     # 2^23 tiles of 2^24 KV tiles each.
@@ -241,7 +201,7 @@ PLANNED = [
     (long(fixed_split_size=MOST, **L2, **SM90), "prefill"),
     *(
         (long(qo, kv, causal=True, window_left=window), "prefill")
-        for window in (0, 1, LIMIT - 1, LIMIT)
+        for window in (0, LIMIT)
         for qo, kv in ((1000, LIMIT), (LIMIT // 64, 1))
     ),
     # Rows of packed heads up to the limit: int32 holds every row, count and offset of 2^24 items.
@@ -263,23 +223,18 @@ def test_extremes_are_planned(case, tile_class):
     assert planner.tile_class(**case) == tile_class
 
 
-@pytest.mark.parametrize("window_left", [-1, 0, LIMIT])
-@pytest.mark.parametrize("qo_len", [1, 3, 300])
-def test_the_longest_keys_do_not_overflow_a_mask(qo_len, window_left):
-    bounds = {"qo_len": qo_len, "kv_len": LIMIT, "window_left": window_left, "causal": True}
-    begin, _, _, end = planner.touched_tiles(**bounds, first=0, last=qo_len - 1, tile_n=64)
-    assert end == LIMIT // 64
-    assert begin == ((LIMIT - qo_len) // 64 if window_left == 0 else 0)
+def test_the_longest_keys_do_not_overflow_a_mask():
+    for qo_len, window_left in product((1, 3, 300), (-1, 0, LIMIT)):
+        bounds = {"qo_len": qo_len, "kv_len": LIMIT, "window_left": window_left, "causal": True}
+        begin, _, _, end = planner.touched_tiles(**bounds, first=0, last=qo_len - 1, tile_n=64)
+        assert end == LIMIT // 64
+        assert begin == ((LIMIT - qo_len) // 64 if window_left == 0 else 0)
 
 
-@pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "num_items"),
-    [([], [], 0), ([0, 0], [100, 0], 0), ([5, 3], [0, 0], 4)],
-    ids=["no requests", "no queries", "no keys"],
-)
-def test_requests_without_queries_or_keys(qo_lens, kv_lens, num_items):
+def test_requests_without_queries_or_keys():
     """Rows without keys are written, by items without a tile."""
-    made = checked(qo_lens, kv_lens, tile_m=16)
-    assert made.sizes["num_items"] == made.sizes["num_ctas"] == num_items
-    assert made.sizes["num_merges"] == made.sizes["num_kv_tiles"] == 0
-    assert (made.items["partial_row"] == -1).all()
+    for qo_lens, kv_lens, num_items in (([], [], 0), ([0, 0], [100, 0], 0), ([5, 3], [0, 0], 4)):
+        made = checked(qo_lens, kv_lens, tile_m=16)
+        assert made.sizes["num_items"] == made.sizes["num_ctas"] == num_items
+        assert made.sizes["num_merges"] == made.sizes["num_kv_tiles"] == 0
+        assert (made.items["partial_row"] == -1).all()

@@ -1,10 +1,12 @@
 """A plan copies what its kernel would convert for every query tile where copies were faster."""
 
+from itertools import product
+
 import pytest
 from planned import planner, ragged
 from preflash import _core
 
-E4M3 = _core.DType.float8_e4m3fn
+F16, BF16, E4M3 = _core.DType.float16, _core.DType.bfloat16, _core.DType.float8_e4m3fn
 ROPE, FP8 = {"position": _core.Position.rope}, {"kv_dtype": E4M3}
 HEADS = {"num_qo_heads": 16, "num_kv_heads": 16, "tile_m": 128}
 SM80, SM90, CAUSAL = {"family": "sm80"}, {"family": "sm90"}, {"causal": True}
@@ -21,29 +23,19 @@ def prefers(qo_lens, kv_lens, **options) -> bool:
     return planner.prefers_prepass(**ragged(qo_lens, kv_lens, **HEADS | options))
 
 
-@pytest.mark.parametrize(
-    "what", [ROPE, FP8, ROPE | FP8], ids=lambda what: "+".join(str(name) for name in what)
-)
-@pytest.mark.parametrize(
-    ("qo_lens", "kv_lens", "options", "expected"),
-    [
-        *(
-            (*lengths, mask | family, True)
-            for lengths in (LONG, ([4096] * 4, [4096] * 4))
-            for mask in ({}, CAUSAL)
-            for family in (SM80, SM90)
-        ),
-        # Few tiles read the keys: decode, one tile, little of anything.
-        ([1] * 64, [4096] * 64, {}, False),
-        ([128], [65536], {}, False),
-        ([100], [100], {}, False),
-        ([9, 3], [30, 5], SM90 | SMALL, False),
-        ([0, 0], [5000, 0], {}, False),
-        ([], [], {}, False),
-    ],
-)
-def test_copies_are_faster_where_many_tiles_read_them(what, qo_lens, kv_lens, options, expected):
-    assert prefers(qo_lens, kv_lens, **what, **options) == expected
+@pytest.mark.parametrize("what", [ROPE, FP8, ROPE | FP8], ids=["rope", "fp8", "both"])
+def test_copies_are_faster_where_many_tiles_read_them(what):
+    for lengths, mask, family in product(
+        (LONG, ([4096] * 4, [4096] * 4)), ({}, CAUSAL), (SM80, SM90)
+    ):
+        assert prefers(*lengths, **what, **mask, **family)
+    # Few tiles read the keys: decode, one tile, little of anything.
+    assert not prefers([1] * 64, [4096] * 64, **what)
+    assert not prefers([128], [65536], **what)
+    assert not prefers([100], [100], **what)
+    assert not prefers([9, 3], [30, 5], **what, **SM90, **SMALL)
+    assert not prefers([0, 0], [5000, 0], **what)
+    assert not prefers([], [], **what)
 
 
 @pytest.mark.parametrize(
@@ -86,19 +78,12 @@ def test_choice(qo_lens, kv_lens, options, expected):
     assert prefers(qo_lens, kv_lens, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("what", "output", "copied"),
-    [
-        ({}, "bfloat16", True),
-        ({}, "float16", True),
-        (ROPE, "bfloat16", False),
-        (ROPE, "float16", 1),
-    ],
-)
-def test_copies_with_fewer_bits_than_a_kernel_keeps_are_not_made(what, output, copied):
+def test_copies_with_fewer_bits_than_a_kernel_keeps_are_not_made():
     """A kernel rotates 8-bit queries and keys into float16, copies have the output's dtype."""
-    dtypes = {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": getattr(_core.DType, output)}
-    assert prefers(*LONG, **CAUSAL, **dtypes, **what) == copied
+    options = CAUSAL | {"q_dtype": E4M3, "kv_dtype": E4M3}
+    for output in (BF16, F16):
+        assert prefers(*LONG, **options, o_dtype=output)
+        assert prefers(*LONG, **options, **ROPE, o_dtype=output) == (output == F16)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +100,6 @@ def test_copies_with_fewer_bits_than_a_kernel_keeps_are_not_made(what, output, c
 def test_products_of_8_bits_beside_copies(head_dim, qo_lens, kv_lens, num_kv_heads, faster):
     """16 bits on copies are faster at head_dim 64 alone: docs/dev/experiments/fp8-products.md."""
     options = CAUSAL | of(head_dim) | {"num_qo_heads": 32, "num_kv_heads": num_kv_heads}
-    dtypes = {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": _core.DType.bfloat16}
+    dtypes = {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": BF16}
     found = prefers(qo_lens, kv_lens, multiplies_8_bits=True, **options, **dtypes)
     assert found == (faster and head_dim == 64)
