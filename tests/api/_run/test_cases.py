@@ -30,12 +30,11 @@ FP8 = {
 # Changes of a case, by option.
 OPTIONS = {
     "alibi": {"position": ALIBI},
-    "rope": {"position": ROPE},
+    "rope": {"position": ROPE, "rope_scale": 4.0, "rope_theta": 5e5},
     "rope_with_sinks": {"position": ROPE, "sinks": Sinks.MIXED},
     **FP8,
 }
-every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-SINKS = {"sinks": Sinks.ORDINARY}
+FREQUENCIES = ({}, {"rope_scale": 8.0, "rope_theta": 5e5}, {"rope_scale": 0.25})
 
 
 def fp8_grid():
@@ -52,15 +51,13 @@ def fp8_grid():
 
 
 def sink_grid():
-    """Dims x masks x kinds of sinks; storage, dtype, layout and split take turns."""
-    turns = itertools.cycle(
-        itertools.product((0, 16, 5), (BFLOAT, HALF), ("NHD", "HND"), (None, 64))
-    )
+    """Dims x masks; kinds of sinks, storage, dtype, layout and split take turns."""
+    kinds, sizes, dtypes = (Sinks.ORDINARY, Sinks.MIXED), (0, 16, 5), (BFLOAT, HALF)
+    turns = itertools.cycle(itertools.product(sizes, dtypes, ("NHD", "HND"), (None, 64), kinds))
     masks = {name: (*MASKS[name], None) for name in ("full", "causal", "custom")}
     masks["window"] = (CAUSAL, 37, 15.0)
-    sinks = (Sinks.ORDINARY, Sinks.MIXED)
-    for dims, (name, mask), kind in itertools.product(DIMS.items(), masks.items(), sinks):
-        page_size, dtype, layout, split = next(turns)
+    for dims, (name, mask) in itertools.product(DIMS.items(), masks.items()):
+        page_size, dtype, layout, split, kind = next(turns)
         how = (dtype, page_size, layout, KvForm.SEPARATE, *mask)
         lengths = ((1, 70, 0, 33, 20), (140, 131, 9, 33, 7))
         yield Case(name, *lengths, 8, 2, *dims, *how, fixed_split_size=split, sinks=kind)
@@ -68,42 +65,36 @@ def sink_grid():
 
 def sinks_counted_once():
     """Eleven chunks or one, also with a bias of each head that the sink does not get."""
-    splits = ({"disable_split_kv": True}, {"fixed_split_size": 64})
-    for sinks, split, position, page_size in itertools.product(Sinks, splits, Position, (0, 16)):
-        case = Case("once", (1, 9), (700, 300), 6, 3, 64, page_size=page_size, sinks=sinks)
+    splits, sizes = ({"disable_split_kv": True}, {"fixed_split_size": 64}), itertools.cycle((0, 16))
+    for sinks, split, position in itertools.product(Sinks, splits, Position):
+        case = Case("once", (1, 9), (700, 300), 6, 3, 64, page_size=next(sizes), sinks=sinks)
         yield dataclasses.replace(case, position=position, **split)
-
-
-HEADS = [(1, 1), (3, 3), (4, 1), (5, 1), (12, 4), (20, 4), (24, 8), (17, 1), (70, 1)]
 
 
 def head_counts():
     """ALiBi has slopes between those of a power of two; a tile of packed rows may begin anywhere in
     a token."""
-    for heads, mask, page_size in itertools.product(HEADS, (NONE, CAUSAL), (0, 5)):
-        case = Case("heads", (29, 1), (77, 131), *heads, 64, mask=mask, page_size=page_size)
-        yield dataclasses.replace(case, position=ALIBI)
-        if mask is CAUSAL:
-            yield dataclasses.replace(case, position=ROPE)
-            yield dataclasses.replace(case, **SINKS)
+    options = ({"position": ALIBI}, {"position": ROPE}, {"sinks": Sinks.ORDINARY})
+    for heads in ((1, 1), (3, 3), (5, 1), (12, 4), (24, 8), (70, 1)):
+        yield Case("heads", (29, 1), (77, 131), *heads, 64, page_size=5, position=ALIBI)
+        for each in options:
+            yield Case("heads", (29, 1), (77, 131), *heads, 64, mask=CAUSAL, **each)
 
 
 def far_positions():
     """ALiBi's biases of 50000 between a query and its nearest keys. RoPE's angles of 2^17 radians,
     of which float32 would know two digits after the point; a scale of 1/3 has a float32 neighbour
     that is off by as much there."""
-    for page_size in (0, 16):
+    for page_size, mask, scale in ((0, NONE, 1 / 3), (16, CAUSAL, 1.0)):
         case = Case("far", (1, 40), (100_000, 77), 4, 1, 64, page_size=page_size)
-        for mask in (NONE, CAUSAL):
-            yield dataclasses.replace(case, mask=mask, position=ALIBI)
+        yield dataclasses.replace(case, mask=mask, position=ALIBI)
         # Few keys have weights, and large ones, so that errors of their logits stay visible.
         case = dataclasses.replace(case, kv_lens=(140_000, 77), window_left=40, sm_scale=0.5)
-        for scale in (1.0, 1 / 3):
-            yield dataclasses.replace(case, mask=CAUSAL, position=ROPE, rope_scale=scale)
+        yield dataclasses.replace(case, mask=CAUSAL, position=ROPE, rope_scale=scale)
 
 
 def others():
-    for dim, page_size in itertools.product((8, 24, 40, 72, 104, 136, 248), (0, 5)):
+    for dim, page_size in zip((8, 24, 40, 72, 104, 136, 248), itertools.cycle((0, 5))):
         # d is rotated with d + D / 2, whatever size the kernel was compiled for.
         case = Case("dim", (9, 66), (77, 131), 4, 2, dim, form=KvForm.PADDED, mask=CAUSAL)
         yield dataclasses.replace(case, page_size=page_size, position=ROPE)
@@ -119,24 +110,16 @@ def others():
         yield dataclasses.replace(case, position=position, sinks=Sinks.MIXED, **options)
 
 
-FREQUENCIES = ({}, {"rope_scale": 8.0, "rope_theta": 5e5}, {"rope_scale": 0.25})
-CASES = {
-    "alibi": grid(position=ALIBI),
-    "rope": grid(*FREQUENCIES, position=ROPE),
-    "fp8": fp8_grid(),
-    "sinks": sink_grid(),
-    "once": sinks_counted_once(),
-    "heads": head_counts(),
-    "far": far_positions(),
-    "others": others(),
-}
+GRIDS = (grid(position=ALIBI), grid(*FREQUENCIES, position=ROPE), fp8_grid(), sink_grid(),
+         sinks_counted_once(), head_counts(), far_positions(), others())  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", dict.fromkeys(itertools.chain(*CASES.values())), ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", dict.fromkeys(itertools.chain(*GRIDS)), ids=lambda case: case.id)
 def test_batches(target, case):
     runner.check(build(case, device=target.device), backend=target.backend)
+
+
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @every_option
@@ -148,8 +131,7 @@ def test_split_keys(target, options, qo_lens, kv_lens, mask, split, dtype):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-@pytest.mark.parametrize("mask", [NONE, CAUSAL], ids=lambda mask: mask.value)
-@pytest.mark.parametrize("page_size", [0, 8])
+@pytest.mark.parametrize(("mask", "page_size"), [(NONE, 8), (CAUSAL, 0)], ids=["none", "causal"])
 @pytest.mark.parametrize(
     "lengths",
     [((0, 20, 5, 0, 0, 3), (40, 0, 9, 0, 7, 130)), ((0, 0), (0, 0)), ((150, 300), (64, 1))],
@@ -157,39 +139,17 @@ def test_split_keys(target, options, qo_lens, kv_lens, mask, split, dtype):
 )
 @every_option
 def test_lengths(target, options, lengths, page_size, mask):
-    case = Case("lengths", *lengths, 4, 2, 64, page_size=page_size, mask=mask)
-    case = dataclasses.replace(case, **options)
+    case = Case("lengths", *lengths, 4, 2, 64, page_size=page_size, mask=mask, **options)
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
-SINGLE_OPTIONS = {"alibi": {"position": ALIBI}, "rope": {"position": ROPE}, "sinks": SINKS}
-SINGLE_OPTIONS = FP8 | {
-    f"{name}_{dtype}": {**options, "dtype": dtype}
-    for name, options in SINGLE_OPTIONS.items()
-    for dtype in (HALF, BFLOAT)
-}
-ROPE_SINGLE = {"causal": {"rope_theta": 5e5}, "custom": {"rope_scale": 4.0}}
+SINGLE_OPTIONS = OPTIONS | {"sinks": {"sinks": Sinks.ORDINARY, "dtype": HALF}}
 
 
 @pytest.mark.parametrize("options", SINGLE_OPTIONS.values(), ids=SINGLE_OPTIONS)
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single(target, case, options):
-    frequencies = ROPE_SINGLE.get(case.name, {}) if options.get("position") is ROPE else {}
-    inputs, out = check_single(target, dataclasses.replace(case, **options, **frequencies))
+    inputs, out = check_single(target, dataclasses.replace(case, **options))
     own, _ = runner.single(inputs, backend=target.backend)
     assert own.dtype == inputs.case.dtype_o
     assert torch.equal(own.view(torch.uint8), out.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("far", (1,), (100_001,), 3, 1, 64, dtype=HALF, position=ALIBI),
-        Case("far", (3,), (200_001,), 3, 1, 64, dtype=HALF, window_left=40, sm_scale=0.5,
-             position=ROPE, rope_theta=1e6),
-    ],
-    ids=["alibi", "rope"],
-)  # fmt: skip
-def test_far_positions_of_a_single_request(target, case):
-    inputs = build(case, device=target.device)
-    runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
