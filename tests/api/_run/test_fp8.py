@@ -97,7 +97,8 @@ REFUSED = [
 
 def test_plan_refuses(target):
     inputs, wrapper = planned(with_dtypes(HALF, page_size=16), target)
+    before = wrapper.run(inputs.q, inputs.cache)
     for q, kv, out, error, says in REFUSED:
         with pytest.raises(error, match=says):
             runner.plan(wrapper, inputs, q_data_type=q, kv_data_type=kv, o_data_type=out)
-        check_run(inputs, wrapper)
+        assert torch.equal(wrapper.run(inputs.q, inputs.cache), before)
