@@ -1,6 +1,7 @@
-"""ALiBi, RoPE, sinks and fp8 over head dims, masks, lengths and splits, against the oracle.
+"""ALiBi, RoPE, sinks and fp8 over head dims, masks and single requests, against the oracle.
 
-attention_cases.py, converted_cases.py and the fuzzer have other cases of them.
+Other lengths, splits, storage and layouts are in attention_cases.py and converted_cases.py, and are
+drawn by the fuzzer.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from dims_and_singles import DIMS, SINGLE, check_single, grid, on_split_keys
+from dims_and_singles import DIMS, SINGLE, check_single, grid
 from preflash.testing import Case, KvForm, Magnitude, MaskKind, Position, Sinks, build, runner
 
 ALIBI, ROPE = Position.ALIBI, Position.ROPE
@@ -39,17 +40,6 @@ POSITIONS = {
 OTHERS = ({"position": ROPE, "rope_scale": 0.25}, {"sinks": Sinks.ORDINARY})
 OPTIONS = POSITIONS | {name: FP8[name] for name in ("f16_e5m2", "e4m3")}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-def fp8_grid():
-    """Dtypes x dims; masks, storage, layout and factors take turns."""
-    masks, forms = (CAUSAL, NONE, MaskKind.PACKED), (KvForm.SEPARATE, KvForm.PADDED)
-    turns = itertools.product((0, 16, 5), ("NHD", "HND"), (True, False), forms, masks)
-    for options, (dim, dim_vo) in itertools.product(FP8.values(), DIMS.items()):
-        page_size, layout, head_scales, form, mask = next(turns)
-        case = Case("fp8", (1, 70, 0, 33), (40, 131, 9, 33), 6, 2, dim, dim_vo, form=form,
-                    layout=layout, page_size=page_size, mask=mask, **options)  # fmt: skip
-        yield dataclasses.replace(case, head_scales=head_scales)
 
 
 def sinks_counted_once():
@@ -96,36 +86,18 @@ def others():
     case = Case("position", (9, 66, 3), (77, 131, 0), 6, 2, 64, page_size=8, mask=CAUSAL)
     for options, position in itertools.product(FP8.values(), (ALIBI, ROPE)):
         yield dataclasses.replace(case, position=position, sinks=Sinks.MIXED, **options)
+    lengths = ((1, 70, 0, 33), (40, 131, 9, 33))
+    for options, dims in itertools.product(FP8.values(), DIMS.items()):
+        yield Case("fp8", *lengths, 6, 2, *dims, mask=CAUSAL, **options)
 
 
 # Five options take turns: with twelve masks and caps, each meets most of them at some head dim.
-CASES = (*grid(*POSITIONS.values(), *OTHERS), *fp8_grid(), *sinks_counted_once(), *head_counts(),
+CASES = (*grid(*POSITIONS.values(), *OTHERS), *sinks_counted_once(), *head_counts(),
          *far_positions(), *others())  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_batches(target, case):
-    runner.check(build(case, device=target.device), backend=target.backend)
-
-
-@every_option
-@on_split_keys
-def test_split_keys(target, options, qo_lens, kv_lens, mask, split, dtype):
-    """Chunks agree on the reference of their weights."""
-    case = Case("split", qo_lens, kv_lens, 6, 2, 128, dtype=dtype, page_size=16, mask=mask)
-    case = dataclasses.replace(case, fixed_split_size=split, **options)
-    runner.check(build(case, device=target.device), backend=target.backend)
-
-
-@pytest.mark.parametrize(("mask", "page_size"), [(NONE, 8), (CAUSAL, 0)], ids=["none", "causal"])
-@pytest.mark.parametrize(
-    "lengths",
-    [((0, 20, 5, 0, 0, 3), (40, 0, 9, 0, 7, 130)), ((0, 0), (0, 0)), ((150, 300), (64, 1))],
-    ids=["some_zero", "all_empty", "longer_q"],
-)
-@every_option
-def test_lengths(target, options, lengths, page_size, mask):
-    case = Case("lengths", *lengths, 4, 2, 64, page_size=page_size, mask=mask, **options)
     runner.check(build(case, device=target.device), backend=target.backend)
 
 

@@ -61,24 +61,17 @@ def table(inputs):
 def with_workspace(kind: str, target, workspace):
     """Returns plan() of a wrapper, and its runs, which return pairs of inputs and results."""
     on = {"backend": target.backend}
-    if kind not in RUN_PLANS:
+    if kind != "pod":
         i = build(RAGGED if kind == "ragged" else PAGED, device=target.device)
         options = wrapper_options.graph_options(i) if kind == "graphs" else {}
         w = runner.make_wrapper(i.case, buffer=workspace, **options, **on)
         # Without an LSE, C++ alone checks the tensors from the second run on.
         runs = [lambda: [(i, runner.run(w, i))], lambda: [(i, (w.run(*tensors(i)), None))]]
         return functools.partial(runner.plan, w, i), runs
-    prefill = dataclasses.replace(PREFILL, page_size=16 if kind == "batch_pod" else 0)
-    p, d = (build(case, device=target.device) for case in (prefill, ROW))
-    if kind == "pod":
-        w = preflash.PODWithPagedKVCacheWrapper(workspace, **on)
-        plan = functools.partial(plan_decode, w, ROW, table(d))
-        given = (p.q, p.k[:40], p.v[:40], d.q, d.cache)
-    else:
-        w = preflash.BatchPODWithPagedKVCacheWrapper(workspace, **on)
-        arrays = [array for i in (p, d) for array in (i.qo_indptr, *table(i))]
-        plan = functools.partial(w.plan, *arrays, 1, 1, 64, 16, q_data_type=ROW.dtype)
-        given = (p.q, p.cache, d.q, d.cache)
+    p, d = (build(case, device=target.device) for case in (PREFILL, ROW))
+    w = preflash.PODWithPagedKVCacheWrapper(workspace, **on)
+    given = (p.q, p.k[:40], p.v[:40], d.q, d.cache)
+    plan = functools.partial(plan_decode, w, ROW, table(d))
     return plan, [lambda: zip((p, d), w.run_return_lse(*given), strict=True)]
 
 
@@ -88,19 +81,16 @@ def check_runs(runs) -> None:
             runner.compare(inputs, *result).check()
 
 
-RUN_PLANS = ("pod", "batch_pod")  # run() plans both sides, in the workspace as it is then
-
-
 @each_shrink
-@pytest.mark.parametrize("kind", ["paged", "ragged", "graphs", *RUN_PLANS])
+@pytest.mark.parametrize("kind", ["paged", "ragged", "graphs", "pod"])
 def test_a_float_workspace_that_shrank(target, kind, change):
     """Before the first run, and after runs whose launches are remembered."""
     workspace = runner.workspace(target.device, 5 << 20)[1 << 20 :]
-    if kind in RUN_PLANS and target.device == "cpu" and len(os.sched_getaffinity(0)) == 1:
+    if kind == "pod" and target.device == "cpu" and len(os.sched_getaffinity(0)) == 1:
         pytest.skip("one processor: no keys are split")
     plan, runs = with_workspace(kind, target, workspace)
     plan()
-    for runs_before in (int(kind in RUN_PLANS), 2):
+    for runs_before in (int(kind == "pod"), 2):  # its run() plans, in the workspace as it is then
         for _ in range(runs_before):
             check_runs(runs)
         there, other = replace(workspace, change)
@@ -113,7 +103,7 @@ def test_a_float_workspace_that_shrank(target, kind, change):
         workspace.data = torch.zeros(4 << 20, dtype=torch.uint8, device=target.device)
         check_runs(runs)
     replace(workspace, change)
-    if kind in RUN_PLANS:  # without a fixed split, plan() uses what the workspace has
+    if kind == "pod":  # without a fixed split, plan() uses what the workspace has
         plan()
         check_runs(runs)
 
@@ -233,21 +223,20 @@ def test_other_options_refuse_buffers_that_were_freed_before(target, name):
             call(stage.q, *stage.cache(), **options)
 
 
-def graph_decode(target, kind):
-    """Returns buffers, plan() and run() of a decode or POD wrapper with use_cuda_graph=True."""
+def graph_pod(target):
+    """Returns buffers, plan() and run() of a POD wrapper with use_cuda_graph=True."""
     d, p = (build(case, device=target.device) for case in (ROW, PREFILL))
     ints = {"dtype": torch.int32, "device": target.device}
     sizes = (2, d.indices.numel(), 1)
     buffers = {n: torch.zeros(size, **ints) for n, size in zip(PAGE_BUFFERS, sizes, strict=True)}
-    wrapper = kind(
+    wrapper = preflash.PODWithPagedKVCacheWrapper(
         runner.workspace(target.device), "NHD", True, backend=target.backend,
         **{f"{name}fer": buffer for name, buffer in buffers.items()},
     )  # fmt: skip
-    beside = (p.q, p.k[:40], p.v[:40]) if kind is preflash.PODWithPagedKVCacheWrapper else ()
 
     def run():
-        result = wrapper.run_return_lse(*beside, d.q, d.cache)
-        runner.compare(d, *(result[1] if beside else result)).check()
+        _, (out, lse) = wrapper.run_return_lse(p.q, p.k[:40], p.v[:40], d.q, d.cache)
+        runner.compare(d, out, lse).check()
 
     plan = functools.partial(plan_decode, wrapper, ROW, table(d))
     plan()
@@ -255,11 +244,8 @@ def graph_decode(target, kind):
 
 
 @pytest.mark.parametrize("name", PAGE_BUFFERS)
-@pytest.mark.parametrize(
-    "kind", [preflash.BatchDecodeWithPagedKVCacheWrapper, preflash.PODWithPagedKVCacheWrapper]
-)
-def test_decode_and_pod_refuse_buffers_that_were_freed(target, kind, name):
-    buffers, plan, run = graph_decode(target, kind)
+def test_pod_refuses_buffers_that_were_freed(target, name):
+    buffers, plan, run = graph_pod(target)
     run()
     resize_storage(buffers[name], 0)
     for call in (run, plan) if name in READ_BY_KERNELS else (plan,):
@@ -319,7 +305,7 @@ def test_page_indices_that_were_overwritten(target):
 
 @on_the_cpu
 def test_page_indices_of_pod_that_were_overwritten(target):
-    buffers, _, run = graph_decode(target, preflash.PODWithPagedKVCacheWrapper)
+    buffers, _, run = graph_pod(target)
     indices = buffers["paged_kv_indices_buf"]
     right = int(indices[3])
     for _ in range(2):

@@ -10,7 +10,7 @@ from preflash.testing import comparison
 from preflash.testing.oracle import Pipeline, attend
 from preflash.testing.runner import workspace
 
-ROWS, KEYS, HEADS, BLOCK = 37, 48, (4, 2), (4, 16)
+ROWS, KEYS, HEADS = 37, 48, (4, 2)
 
 
 def check(out, lse, q, k, v, dense):
@@ -23,36 +23,17 @@ def tensors(target, heads=HEADS, dtype=torch.float16, rows=ROWS, keys=KEYS, dim=
     return [torch.randn(*s, generator=made).to(target.device, dtype) for s in shapes]
 
 
-def bsr(block, density=0.5):
-    """Returns indptr, indices and the dense mask; the first row of blocks keeps nothing."""
-    made = torch.Generator().manual_seed(11)
-    kept = torch.rand(-(-ROWS // block[0]), KEYS // block[1], generator=made) < density
-    kept[0] = False
+def planned(target, **options):
+    """Returns a wrapper planned for blocks, and the dense mask."""
+    kept = torch.rand(10, 3, generator=torch.Generator().manual_seed(11)) < 0.5
     indptr = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    dense = kept.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return indptr, kept.nonzero()[:, 1].to(torch.int32), dense[:ROWS]
+    wrapper, indices = unplanned(target), kept.nonzero()[:, 1].to(torch.int32)
+    wrapper.plan(indptr, indices, ROWS, KEYS, 4, 16, *HEADS, 64, sm_scale=0.2, **options)
+    return wrapper, kept.repeat_interleave(4, 0).repeat_interleave(16, 1)[:ROWS]
 
 
 def unplanned(target, kind="BlockSparseAttentionWrapper"):
     return getattr(preflash, kind)(workspace(target.device), backend=target.backend)
-
-
-def planned(target, indptr, indices, block=BLOCK, heads=HEADS, **options):
-    wrapper = unplanned(target)
-    wrapper.plan(indptr, indices, ROWS, KEYS, *block, *heads, 64, **{"sm_scale": 0.2, **options})
-    return wrapper
-
-
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
-@pytest.mark.parametrize("block", [(1, 1), (4, 16), (16, 8), (5, 3)])
-def test_blocks(target, block, heads):
-    q, k, v = tensors(target, heads)
-    *arrays, dense = bsr(block, 0.4)
-    wrapper = planned(target, *(array.to(target.device) for array in arrays), block, heads)
-    out = comparison.poison(q.shape, q.dtype, q.device)
-    result, lse = wrapper.run(q, k, v, out=out, return_lse=True)
-    assert result is out
-    check(out, lse, q, k, v, dense)
 
 
 def packed(inside, indptr, rows: int):
@@ -73,7 +54,8 @@ def test_random_blocks(target, seed):
     made = torch.Generator().manual_seed(seed)
     height, width = draw.choice([(1, 1), (3, 16), (7, 3), (16, 8)])
     rows, columns = draw.choice([0, 1, 16, 33]), draw.choice([0, 1, 6])
-    q, k, v = tensors(target, rows=rows, keys=columns * width)
+    heads = draw.choice([(4, 2), (3, 3)])
+    q, k, v = tensors(target, heads, rows=rows, keys=columns * width)
     kept = torch.rand(-(-rows // height), columns, generator=made) < draw.choice([0.0, 0.5, 1.0])
     chosen = [row.nonzero().flatten().tolist() for row in kept]
     for row in chosen:
@@ -94,19 +76,21 @@ def test_random_blocks(target, seed):
     masks = {"mask": inside, "packed_mask": packed(inside, indptr, rows)}
     arrays = [x.to(target.device) for x in (indptr, indices, masks.get(how, inside))]
     wrapper.plan(
-        arrays[0], arrays[1], rows, columns * width, height, width, *HEADS, 64,
+        arrays[0], arrays[1], rows, columns * width, height, width, *heads, 64,
         **({how: arrays[2]} if how else {}), causal=causal, sm_scale=0.2,
     )  # fmt: skip
     for array in arrays:
         array.zero_()
-    check(*wrapper.run(q, k, v, return_lse=True), q, k, v, dense)
+    out = comparison.poison(q.shape, q.dtype, q.device)
+    result, lse = wrapper.run(q, k, v, out=out, return_lse=True)
+    assert result is out
+    check(out, lse, q, k, v, dense)
 
 
 def test_output_dtype(target):
     q, k, v = tensors(target, dtype=torch.bfloat16)
-    blocks = bsr(BLOCK)[:2]
-    other = planned(target, *blocks, q_data_type=q.dtype)
-    same = planned(target, *blocks, q_data_type=q.dtype, o_data_type=q.dtype)
+    other, _ = planned(target, q_data_type=q.dtype)
+    same, _ = planned(target, q_data_type=q.dtype, o_data_type=q.dtype)
     out = torch.empty(q.shape, dtype=torch.float16, device=q.device)
     assert other.run(q, k, v, out=out) is out
     assert torch.equal(out, same.run(q, k, v).to(torch.float16))
@@ -117,9 +101,9 @@ def test_output_dtype(target):
 def test_queries_of_e5m2(target, o_dtype):
     eight = torch.float8_e5m2
     q, k, v = (t.to(eight) for t in tensors(target))
-    *blocks, dense = bsr(BLOCK)
     dtypes = {"q_data_type": eight, "kv_data_type": eight, "o_data_type": o_dtype}
-    out, lse = planned(target, *blocks, **dtypes).run(q, k, v, return_lse=True)
+    wrapper, dense = planned(target, **dtypes)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
     assert out.dtype == o_dtype
     check(out, lse, *(t.to(torch.float16) for t in (q, k, v)), dense)
 
@@ -163,7 +147,7 @@ def test_outputs_that_are_copied_into(target, variable):
         whole = (torch.tensor([[ROWS]] * 2), torch.tensor([[KEYS]] * 2))
         wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), *whole, *HEADS, 64)
     else:
-        wrapper = planned(target, *bsr(BLOCK)[:2], o_data_type=torch.float32)
+        wrapper, _ = planned(target, o_data_type=torch.float32)
         wide = torch.zeros_like(q, dtype=torch.float32)
     lse = torch.zeros(q.shape[:2], device=q.device)
     bits = torch.empty(wide.nbytes, dtype=torch.uint8, device=wide.device)

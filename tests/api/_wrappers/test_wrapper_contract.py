@@ -50,26 +50,6 @@ def test_forms_of_the_result(target, case):
     assert bool(wide[0].isnan().all() and wide[-1].isnan().all() and wide[..., dim:].isnan().all())
 
 
-# Options of run(), and (scale, window, out_scale) of the oracle.
-RUN_OPTIONS = (
-    ({"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}, (1.5, -1, 0.25)),
-    ({"k_scale": torch.tensor(2.0), "v_scale": torch.tensor([0.5])}, (2, -1, 0.5)),
-    ({"window_left": 6}, (1.0, 6, 1.0)),
-)
-
-
-@every_case
-def test_options_of_one_run(target, case):
-    """k_scale and q_scale multiply the logits, v_scale the output; the next run is as planned."""
-    inputs, wrapper = planned(case, target)
-    for options, (scale, window, out_scale) in RUN_OPTIONS:
-        options = {k: target.to(x) if hasattr(x, "to") else x for k, x in options.items()}
-        pipeline = Pipeline(case.scale * scale, True, window, out_scale=out_scale)
-        result = wrapper.run_return_lse(*tensors(inputs), **options)
-        compare(*result, reference(inputs, pipeline=pipeline)).check()
-        check_run(inputs, wrapper)
-
-
 FORWARD_OPTIONS = [
     {"causal": True},
     {"causal": False, "window_left": 9},
