@@ -50,13 +50,6 @@ def test_too_large_for_e4m3(target):
     assert not out.float().isnan().any()
 
 
-def test_planned_by_name(target):
-    names = {"q_data_type": "float16", "kv_data_type": "float8_e4m3fn"}
-    inputs, wrapper = planned(with_dtypes(HALF, E4M3, page_size=16), target, **names)
-    assert ("_kve4m3_" if target.device == "cpu" else "_converted") in wrapper.variant
-    check_run(inputs, wrapper)
-
-
 def test_single_plans_are_kept_apart(target):
     """Requests that differ in the dtype of their keys alone."""
     for kv in (None, E4M3, E5M2, None, E4M3):

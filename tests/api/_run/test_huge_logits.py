@@ -29,7 +29,6 @@ PATTERNS = {
     "rising": ((KEY // 64) - 2) / 4 * LARGEST,  # each tile moves the maximum, from -M over 0 to M
     "falling": (2 - (KEY // 64)) / 4 * LARGEST,
 }
-every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 every_magnitude = pytest.mark.parametrize("magnitude", MAGNITUDES)
 
 
@@ -85,14 +84,6 @@ def assert_right(target, got, logits, v, keep: torch.Tensor | None = None, atol=
 
 
 @every_magnitude
-@every_pattern
-def test_single(target, pattern, magnitude):
-    q, k, v = tensors(pattern, torch.float16)
-    sm_scale = magnitude / LARGEST**2
-    assert_right(target, single(target, q, k, v, sm_scale), logits_of(q, k, sm_scale), v)
-
-
-@every_magnitude
 @pytest.mark.parametrize("sign", [1, -1])
 def test_masks_and_the_sign_of_the_scale(target, magnitude, sign):
     q, k, v = tensors("rising")
@@ -119,14 +110,21 @@ def in_chunks(target, q, k, v, sm_scale: float, page_size: int = 0):
     return wrapper.run(target.to(q), *kv, return_lse=True)
 
 
-@pytest.mark.parametrize(("qo_len", "page_size"), [(1, 16), (TOKENS, 0), (TOKENS, 5)])
+# Queries, and the page size of keys that are split; None: one chunk.
+WAYS = [(TOKENS, None), (1, 16), (TOKENS, 0), (TOKENS, 5)]
+
+
+@pytest.mark.parametrize(("qo_len", "page_size"), WAYS)
 @every_magnitude
-@every_pattern
-def test_chunks_of_keys_are_merged(target, pattern, magnitude, page_size, qo_len):
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(target, pattern, magnitude, qo_len, page_size):
     """Weights of chunks come from differences of their LSEs, which a float32 LSE would not hold."""
-    q, k, v = tensors(pattern)
+    q, k, v = tensors(pattern, torch.float16 if page_size is None else torch.bfloat16)
     q, sm_scale = q[:qo_len], magnitude / LARGEST**2
-    got = in_chunks(target, q, k, v, sm_scale, page_size)
+    if page_size is None:
+        got = single(target, q, k, v, sm_scale)
+    else:
+        got = in_chunks(target, q, k, v, sm_scale, page_size)
     assert_right(target, got, logits_of(q, k, sm_scale), v)
 
 
