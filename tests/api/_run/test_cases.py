@@ -1,11 +1,15 @@
-"""ALiBi, RoPE, sinks and fp8 over head dims, masks, lengths and splits, against the oracle."""
+"""ALiBi, RoPE, sinks and fp8 over head dims, masks and single requests, against the oracle.
+
+Other lengths, splits, storage and layouts are in attention_cases.py and converted_cases.py, and are
+drawn by the fuzzer.
+"""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
-from dims_and_singles import DIMS, MASKS, SINGLE, check_single, grid, on_split_keys
+from dims_and_singles import DIMS, SINGLE, check_single, grid
 from preflash.testing import Case, KvForm, Magnitude, MaskKind, Position, Sinks, build, runner
 
 ALIBI, ROPE = Position.ALIBI, Position.ROPE
@@ -28,82 +32,47 @@ FP8 = {
     for name, (q, kv, out) in DTYPES.items()
 }
 # Changes of a case, by option.
-OPTIONS = {
+POSITIONS = {
     "alibi": {"position": ALIBI},
-    "rope": {"position": ROPE},
+    "rope": {"position": ROPE, "rope_scale": 8.0, "rope_theta": 5e5},
     "rope_with_sinks": {"position": ROPE, "sinks": Sinks.MIXED},
-    **FP8,
 }
+OTHERS = ({"position": ROPE, "rope_scale": 0.25}, {"sinks": Sinks.ORDINARY})
+OPTIONS = POSITIONS | {name: FP8[name] for name in ("f16_e5m2", "e4m3")}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-SINKS = {"sinks": Sinks.ORDINARY}
-
-
-def fp8_grid():
-    """Dtypes x dims; masks, storage, layout, soft cap and factors take turns."""
-    masks, sizes, layouts = (CAUSAL, NONE, MaskKind.PACKED), (0, 16, 5), ("NHD", "HND")
-    forms, caps, factors = (KvForm.SEPARATE, KvForm.PADDED), (None, 15.0), (True, False)
-    turns = itertools.cycle(itertools.product(masks, sizes, layouts, forms, caps, factors))
-    for options, (dim, dim_vo) in itertools.product(FP8.values(), DIMS.items()):
-        for _ in range(2):
-            mask, page_size, layout, form, cap, head_scales = next(turns)
-            case = Case("fp8", (1, 70, 0, 33), (40, 131, 9, 33), 6, 2, dim, dim_vo, layout=layout)
-            case = dataclasses.replace(case, page_size=page_size, form=form, mask=mask, **options)
-            yield dataclasses.replace(case, soft_cap=cap, head_scales=head_scales)
-
-
-def sink_grid():
-    """Dims x masks x kinds of sinks; storage, dtype, layout and split take turns."""
-    turns = itertools.cycle(
-        itertools.product((0, 16, 5), (BFLOAT, HALF), ("NHD", "HND"), (None, 64))
-    )
-    masks = {name: (*MASKS[name], None) for name in ("full", "causal", "custom")}
-    masks["window"] = (CAUSAL, 37, 15.0)
-    sinks = (Sinks.ORDINARY, Sinks.MIXED)
-    for dims, (name, mask), kind in itertools.product(DIMS.items(), masks.items(), sinks):
-        page_size, dtype, layout, split = next(turns)
-        how = (dtype, page_size, layout, KvForm.SEPARATE, *mask)
-        lengths = ((1, 70, 0, 33, 20), (140, 131, 9, 33, 7))
-        yield Case(name, *lengths, 8, 2, *dims, *how, fixed_split_size=split, sinks=kind)
 
 
 def sinks_counted_once():
     """Eleven chunks or one, also with a bias of each head that the sink does not get."""
-    splits = ({"disable_split_kv": True}, {"fixed_split_size": 64})
-    for sinks, split, position, page_size in itertools.product(Sinks, splits, Position, (0, 16)):
-        case = Case("once", (1, 9), (700, 300), 6, 3, 64, page_size=page_size, sinks=sinks)
+    splits, sizes = ({"disable_split_kv": True}, {"fixed_split_size": 64}), itertools.cycle((0, 16))
+    for sinks, split, position in itertools.product(Sinks, splits, Position):
+        case = Case("once", (1, 9), (700, 300), 6, 3, 64, page_size=next(sizes), sinks=sinks)
         yield dataclasses.replace(case, position=position, **split)
-
-
-HEADS = [(1, 1), (3, 3), (4, 1), (5, 1), (12, 4), (20, 4), (24, 8), (17, 1), (70, 1)]
 
 
 def head_counts():
     """ALiBi has slopes between those of a power of two; a tile of packed rows may begin anywhere in
     a token."""
-    for heads, mask, page_size in itertools.product(HEADS, (NONE, CAUSAL), (0, 5)):
-        case = Case("heads", (29, 1), (77, 131), *heads, 64, mask=mask, page_size=page_size)
-        yield dataclasses.replace(case, position=ALIBI)
-        if mask is CAUSAL:
-            yield dataclasses.replace(case, position=ROPE)
-            yield dataclasses.replace(case, **SINKS)
+    for heads in ((1, 1), (3, 3), (5, 1), (12, 4), (24, 8), (70, 1)):
+        yield Case("heads", (29, 1), (77, 131), *heads, 64, page_size=5, position=ALIBI)
+        for options in POSITIONS.values():
+            yield Case("heads", (29, 1), (77, 131), *heads, 64, mask=CAUSAL, **options)
 
 
 def far_positions():
     """ALiBi's biases of 50000 between a query and its nearest keys. RoPE's angles of 2^17 radians,
     of which float32 would know two digits after the point; a scale of 1/3 has a float32 neighbour
     that is off by as much there."""
-    for page_size in (0, 16):
+    for page_size, mask, scale in ((0, NONE, 1 / 3), (16, CAUSAL, 1.0)):
         case = Case("far", (1, 40), (100_000, 77), 4, 1, 64, page_size=page_size)
-        for mask in (NONE, CAUSAL):
-            yield dataclasses.replace(case, mask=mask, position=ALIBI)
+        yield dataclasses.replace(case, mask=mask, position=ALIBI)
         # Few keys have weights, and large ones, so that errors of their logits stay visible.
         case = dataclasses.replace(case, kv_lens=(140_000, 77), window_left=40, sm_scale=0.5)
-        for scale in (1.0, 1 / 3):
-            yield dataclasses.replace(case, mask=CAUSAL, position=ROPE, rope_scale=scale)
+        yield dataclasses.replace(case, mask=CAUSAL, position=ROPE, rope_scale=scale)
 
 
 def others():
-    for dim, page_size in itertools.product((8, 24, 40, 72, 104, 136, 248), (0, 5)):
+    for dim, page_size in zip((8, 24, 40, 72, 104, 136, 248), itertools.cycle((0, 5))):
         # d is rotated with d + D / 2, whatever size the kernel was compiled for.
         case = Case("dim", (9, 66), (77, 131), 4, 2, dim, form=KvForm.PADDED, mask=CAUSAL)
         yield dataclasses.replace(case, page_size=page_size, position=ROPE)
@@ -117,79 +86,25 @@ def others():
     case = Case("position", (9, 66, 3), (77, 131, 0), 6, 2, 64, page_size=8, mask=CAUSAL)
     for options, position in itertools.product(FP8.values(), (ALIBI, ROPE)):
         yield dataclasses.replace(case, position=position, sinks=Sinks.MIXED, **options)
+    lengths = ((1, 70, 0, 33), (40, 131, 9, 33))
+    for options, dims in itertools.product(FP8.values(), DIMS.items()):
+        yield Case("fp8", *lengths, 6, 2, *dims, mask=CAUSAL, **options)
 
 
-FREQUENCIES = ({}, {"rope_scale": 8.0, "rope_theta": 5e5}, {"rope_scale": 0.25})
-CASES = {
-    "alibi": grid(position=ALIBI),
-    "rope": grid(*FREQUENCIES, position=ROPE),
-    "fp8": fp8_grid(),
-    "sinks": sink_grid(),
-    "once": sinks_counted_once(),
-    "heads": head_counts(),
-    "far": far_positions(),
-    "others": others(),
-}
+# Five options take turns: with twelve masks and caps, each meets most of them at some head dim.
+CASES = (*grid(*POSITIONS.values(), *OTHERS), *sinks_counted_once(), *head_counts(),
+         *far_positions(), *others())  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", dict.fromkeys(itertools.chain(*CASES.values())), ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_batches(target, case):
     runner.check(build(case, device=target.device), backend=target.backend)
 
 
 @every_option
-@on_split_keys
-def test_split_keys(target, options, qo_lens, kv_lens, mask, split, dtype):
-    """Chunks agree on the reference of their weights."""
-    case = Case("split", qo_lens, kv_lens, 6, 2, 128, dtype=dtype, page_size=16, mask=mask)
-    case = dataclasses.replace(case, fixed_split_size=split, **options)
-    runner.check(build(case, device=target.device), backend=target.backend)
-
-
-@pytest.mark.parametrize("mask", [NONE, CAUSAL], ids=lambda mask: mask.value)
-@pytest.mark.parametrize("page_size", [0, 8])
-@pytest.mark.parametrize(
-    "lengths",
-    [((0, 20, 5, 0, 0, 3), (40, 0, 9, 0, 7, 130)), ((0, 0), (0, 0)), ((150, 300), (64, 1))],
-    ids=["some_zero", "all_empty", "longer_q"],
-)
-@every_option
-def test_lengths(target, options, lengths, page_size, mask):
-    case = Case("lengths", *lengths, 4, 2, 64, page_size=page_size, mask=mask)
-    case = dataclasses.replace(case, **options)
-    runner.check(build(case, device=target.device), backend=target.backend)
-
-
-SINGLE_OPTIONS = {"alibi": {"position": ALIBI}, "rope": {"position": ROPE}, "sinks": SINKS}
-SINGLE_OPTIONS = FP8 | {
-    f"{name}_{dtype}": {**options, "dtype": dtype}
-    for name, options in SINGLE_OPTIONS.items()
-    for dtype in (HALF, BFLOAT)
-}
-ROPE_SINGLE = {"causal": {"rope_theta": 5e5}, "custom": {"rope_scale": 4.0}}
-
-
-@pytest.mark.parametrize("options", SINGLE_OPTIONS.values(), ids=SINGLE_OPTIONS)
 @pytest.mark.parametrize("case", SINGLE, ids=lambda case: case.name)
 def test_single(target, case, options):
-    frequencies = ROPE_SINGLE.get(case.name, {}) if options.get("position") is ROPE else {}
-    inputs, out = check_single(target, dataclasses.replace(case, **options, **frequencies))
+    inputs, out = check_single(target, dataclasses.replace(case, **options))
     own, _ = runner.single(inputs, backend=target.backend)
     assert own.dtype == inputs.case.dtype_o
     assert torch.equal(own.view(torch.uint8), out.view(torch.uint8))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("far", (1,), (100_001,), 3, 1, 64, dtype=HALF, position=ALIBI),
-        Case("far", (3,), (200_001,), 3, 1, 64, dtype=HALF, window_left=40, sm_scale=0.5,
-             position=ROPE, rope_theta=1e6),
-    ],
-    ids=["alibi", "rope"],
-)  # fmt: skip
-def test_far_positions_of_a_single_request(target, case):
-    inputs = build(case, device=target.device)
-    runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()

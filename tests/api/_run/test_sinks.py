@@ -4,24 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from planned_cases import planned
+from planned_cases import check_run, planned
 from preflash.testing import Case, MaskKind, Sinks, build, reference, runner
 from preflash.testing.comparison import compare
 
 HEADS = 4
 RAGGED = Case("ragged", (33, 5), (40, 90), HEADS, 2, 64)
-PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
-SPLIT = dataclasses.replace(RAGGED, name="split", fixed_split_size=64)
-SINGLE = Case("single", (9,), (30,), HEADS, 2, 64)
 BASES = {"log2": 1.4426950408889634, "ln": 1.0}
-every_base = pytest.mark.parametrize("base", BASES)
 every_split = pytest.mark.parametrize("split", [None, 64])
-
-
-def values(device) -> torch.Tensor:
-    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
-
-
 EMPTY = {
     "no_keys": Case("no_keys", (5, 70), (0, 0), 4, 2, 64),
     "before_the_first_key": Case("longer_q", (90,), (33,), 4, 2, 128, mask=MaskKind.CAUSAL),
@@ -29,11 +19,14 @@ EMPTY = {
 }
 
 
-@every_base
+def values(device) -> torch.Tensor:
+    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
+
+
 @every_split
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("case", EMPTY.values(), ids=EMPTY)
-def test_rows_without_keys(target, case, page_size, split, base):
+def test_rows_without_keys(target, case, page_size, split):
     """Output exactly 0, and the sink alone in the LSE; -inf where the sink is -inf."""
     case = dataclasses.replace(case, page_size=page_size, fixed_split_size=split)
     inputs = build(dataclasses.replace(case, sinks=Sinks.MIXED), device=target.device)
@@ -41,41 +34,48 @@ def test_rows_without_keys(target, case, page_size, split, base):
     if case.mask is MaskKind.CUSTOM:
         inputs.custom_mask.view(*case.qo_lens, *case.kv_lens)[7:] = False
         inputs.masks[0][7:] = False
-    wrapper = runner.planned(inputs, backend=target.backend)
-    out, lse = runner.run(wrapper, inputs, lse_base=base)
-    expected = reference(inputs)
+    wrapper, expected = runner.planned(inputs, backend=target.backend), reference(inputs)
     assert bool(expected.empty.any())
-    assert bool((out[expected.empty] == 0).all())
-    alone = (inputs.sinks * BASES[base]).expand(lse.shape)
-    torch.testing.assert_close(lse[expected.empty], alone[expected.empty], rtol=3e-7, atol=1e-6)
-    compare(out, lse, expected, lse_base=base).check()
+    for base, unit in BASES.items():
+        out, lse = runner.run(wrapper, inputs, lse_base=base)
+        assert bool((out[expected.empty] == 0).all())
+        alone = (inputs.sinks * unit).expand(lse.shape)[expected.empty]
+        torch.testing.assert_close(lse[expected.empty], alone, rtol=3e-7, atol=1e-6)
+        compare(out, lse, expected, lse_base=base).check()
 
 
-@every_base
 @every_split
-def test_sinks_beyond_float32_in_base_2(target, base, split):
+def test_sinks_beyond_float32_in_base_2(target, split):
     """A sink as large as float32 permits is the largest number of its sign in base 2, too; an
     infinity would make NaN of rows whose keys are split. Rows without keys keep the sink alone."""
     largest = torch.finfo(torch.float32).max
     sinks = torch.tensor([largest, 2.5e38, -largest, -2.5e38])
     case = Case("largest", (1, 40, 9), (700, 333, 0), 4, 2, 64, page_size=16)
     inputs, wrapper = planned(dataclasses.replace(case, fixed_split_size=split), target)
-    without, lse_without = runner.run(wrapper, inputs, lse_base=base)
-    out, lse = runner.run(wrapper, inputs, lse_base=base, sinks=target.to(sinks))
-    alone = torch.sign(sinks) * largest * (BASES[base] / BASES["log2"])
-    alone = target.to(alone).expand(lse.shape)
-    assert bool((out[:, :2] == 0).all())
-    torch.testing.assert_close(lse[:, :2], alone[:, :2], rtol=1e-6, atol=0.0)
-    assert torch.equal(out[:, 2:], without[:, 2:])
-    torch.testing.assert_close(lse[:41, 2:], lse_without[:41, 2:], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(lse[41:, 2:], alone[41:, 2:], rtol=1e-6, atol=0.0)
+    for base, unit in BASES.items():
+        without, lse_without = runner.run(wrapper, inputs, lse_base=base)
+        out, lse = runner.run(wrapper, inputs, lse_base=base, sinks=target.to(sinks))
+        alone = torch.sign(sinks) * largest * (unit / BASES["log2"])
+        alone = target.to(alone).expand(lse.shape)
+        assert bool((out[:, :2] == 0).all())
+        torch.testing.assert_close(lse[:, :2], alone[:, :2], rtol=1e-6, atol=0.0)
+        assert torch.equal(out[:, 2:], without[:, 2:])
+        torch.testing.assert_close(lse[:41, 2:], lse_without[:41, 2:], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(lse[41:, 2:], alone[41:, 2:], rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
-@pytest.mark.parametrize("case", [RAGGED, PAGED, SPLIT], ids=lambda case: case.name)
-def test_each_run_has_its_own(target, case, mask):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": MaskKind.CAUSAL},
+        {"mask": MaskKind.CUSTOM, "page_size": 16},
+        {"mask": MaskKind.CAUSAL, "fixed_split_size": 64},
+    ],
+    ids=["ragged", "paged", "split"],
+)
+def test_each_run_has_its_own(target, changes):
     """Other memory, other values in the same memory, and none; scales do not apply to sinks."""
-    inputs, wrapper = planned(dataclasses.replace(case, mask=mask), target)
+    inputs, wrapper = planned(dataclasses.replace(RAGGED, **changes), target)
     sinks, scales = values(target.device), {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}
     for change in (torch.Tensor.clone, lambda t: t.flip(0) * 3, lambda t: t.mul_(0.5)):
         sinks = change(sinks)
@@ -91,12 +91,13 @@ def test_each_run_has_its_own(target, case, mask):
         ):
             result = runner.run(wrapper, inputs, sinks=sinks, lse_base=base, **options)
             runner.compare(given, *result, expected, lse_base=base).check()
-        runner.compare(inputs, *runner.run(wrapper, inputs)).check()
+        check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
 def test_each_single_request_has_its_own(target, mask):
-    inputs = build(dataclasses.replace(SINGLE, mask=mask), device=target.device)
+    case = Case("single", (9,), (30,), HEADS, 2, 64, mask=mask)
+    inputs = build(case, device=target.device)
     for sinks in (values(target.device), None, values(target.device).flip(0), None):
         given = dataclasses.replace(inputs, sinks=sinks)
         runner.compare(given, *runner.single(given, backend=target.backend)).check()
@@ -110,9 +111,9 @@ def test_sinks_on_another_device():
         runner.run(wrapper, inputs, sinks=values("cpu"))
 
 
-@pytest.mark.parametrize("case", [RAGGED, SPLIT], ids=lambda case: case.name)
-def test_lse_shares_no_memory_with_sinks(target, case):
-    inputs, wrapper = planned(case, target)
+@every_split
+def test_lse_shares_no_memory_with_sinks(target, split):
+    inputs, wrapper = planned(dataclasses.replace(RAGGED, fixed_split_size=split), target)
     tensors = (inputs.q, inputs.k, inputs.v)
     memory = torch.zeros(inputs.q.shape[0] + 1, HEADS, device=target.device)
     lse = memory[:-1]

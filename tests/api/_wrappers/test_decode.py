@@ -14,7 +14,6 @@ KV_LENS = (90, 0, 17, 1, 333)
 CASE = Case("decode", (1,) * 5, KV_LENS, 8, 2, 128, page_size=16)
 TOKENS = dataclasses.replace(CASE, name="page1", page_size=1, form=KvForm.FLAT)
 HND = dataclasses.replace(CASE, name="hnd", layout="HND", dtype=torch.float16, head_dim=96)
-CASES = pytest.mark.parametrize("case", [CASE, TOKENS, HND], ids=lambda case: case.name)
 Wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper
 
 
@@ -38,9 +37,9 @@ def check_plan(case, target, *positional, **options):
     return inputs, wrapper
 
 
-@pytest.mark.parametrize("tensor_cores", [False, True])
-@CASES
-def test_batch(target, case, tensor_cores):
+@pytest.mark.parametrize("case", [CASE, TOKENS, HND], ids=lambda case: case.name)
+def test_batch(target, case):
+    tensor_cores = case is HND
     options = {"use_tensor_cores": tensor_cores, "backend": target.backend, "jit_args": None}
     inputs, wrapper = made(case, target, **options)
     wrapper.prewarm_paged_kv_stride_variant()
@@ -51,9 +50,7 @@ def test_batch(target, case, tensor_cores):
     assert wrapper._causal is False
     assert wrapper.resolved_backend == wrapper._backend == target.backend
     result = check_run(inputs, wrapper)
-    out, lse = wrapper.run_return_lse(inputs.q, inputs.cache)
-    assert torch.equal(out, result[0])
-    assert torch.equal(lse, result[1])
+    assert all(map(torch.equal, wrapper.run_return_lse(inputs.q, inputs.cache), result))
 
 
 def test_every_option(target):
@@ -91,15 +88,14 @@ def test_data_types(target, q, kv, options):
     check_plan(case, target, **options)
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_forward_has_options_of_its_own(target, return_lse):
+def test_forward_has_options_of_its_own(target):
     inputs, wrapper = made(CASE, target)
     wrapper.begin_forward(*arrays(inputs), q_data_type=CASE.dtype)
-    call = wrapper.forward_return_lse if return_lse else wrapper.forward
-    result = call(inputs.q, inputs.cache, "NONE", 0.5, 3.0, 0.25, 30, 10.0, 0.1)
-    out, lse = result if return_lse else (result, None)
+    given = (inputs.q, inputs.cache, "NONE", 0.5, 3.0, 0.25, 30, 10.0, 0.1)
+    out, lse = wrapper.forward_return_lse(*given)
     pipeline = Pipeline(0.15, False, 30, 10.0, out_scale=0.25)
     compare(out, lse, reference(inputs, pipeline=pipeline), soft_cap=10.0).check()
+    assert torch.equal(wrapper.forward(*given), out)
 
 
 def test_fast_decode_plan_in_the_place_of_begin_forward(target):
@@ -163,51 +159,34 @@ REFUSED = [
      r"data_type=torch\.float16"),
     (lambda w, x, _: w.run(x.q, x.cache, q_len_per_req=0), ValueError, "q_len_per_req=0"),
     (lambda w, x, _: w.run(x.q, x.cache, 0.5), TypeError, r"run\(\) got"),
-    *(
-        (
-            lambda w, x, _, name=name: w.run(x.q, x.cache, **{name: 1}),
-            TypeError,
-            rf"BatchDecode\w+\.run\(\) got .*'{name}",
-        )
-        for name in ("foo", "k", "args")
-    ),
+    (lambda w, x, _: w.run(x.q, x.cache, foo=1), TypeError, r"BatchD\w+\.run\(\) got .*'foo"),
+    (lambda w, x, _: w.run(x.q, x.cache, k=1), TypeError, r"BatchD\w+\.run\(\) got .*'k"),
+    (lambda w, x, _: w.run(x.q, x.cache, args=1), TypeError, r"BatchD\w+\.run\(\) got .*'args"),
     (lambda w, x, _: w.prewarm_paged_kv_stride_variant("shared"), ValueError, "variant='shared'"),
-    (  # sinks as an attribute are not dropped in silence
-        lambda w, x, _: setattr(w, "_sinks", torch.zeros(CASE.num_qo_heads)),
-        NotImplementedError,
-        "sinks=",
-    ),
+    # Sinks as an attribute are not dropped in silence.
+    (lambda w, x, _: setattr(w, "_sinks", torch.zeros(8)), NotImplementedError, "sinks="),
     (lambda _, x, work: preflash.single_decode_with_kv_cache(x.q, x.k[0], x.v[0]), ValueError,
      r"q has shape \(5, 8, 128\)"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "says"), REFUSED)
-def test_refusals(target, call, error, says):
+def test_refusals(target):
     inputs, wrapper = check_plan(CASE, target, **BOTH_TYPES)
-    wrapper._sinks = None
-    with pytest.raises(error, match=says):
-        call(wrapper, inputs, runner.workspace(target.device))
-    assert wrapper._sinks is None
-    check_run(inputs, wrapper)
-
-
-SINGLE = Case("single", (1,), (300,), 8, 2, 128)
+    wrapper._sinks, before = None, wrapper.run(inputs.q, inputs.cache)
+    for call, error, says in REFUSED:
+        with pytest.raises(error, match=says):
+            call(wrapper, inputs, runner.workspace(target.device))
+        assert wrapper._sinks is None
+        assert torch.equal(wrapper.run(inputs.q, inputs.cache), before)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_single(target, layout, return_lse):
-    case = dataclasses.replace(SINGLE, layout=layout)
-    inputs = build(case, device=target.device)
-    tokens = 0 if layout == "NHD" else 1
-    k, v = (t.narrow(tokens, 0, 300) for t in (inputs.k, inputs.v))
-    result = preflash.single_decode_with_kv_cache(
-        inputs.q[0], k, v, layout, "NONE", True, 0.5, 2.0, 3.0, 99, 15.0, 0.2, return_lse=return_lse
-    )
-    out, lse = result if return_lse else (result, None)
-    assert out.shape == (8, 128)
-    assert lse is None or lse.shape == (8,)
+def test_single(target, layout):
+    inputs = build(Case("single", (1,), (300,), 8, 2, 128, layout=layout), device=target.device)
+    k, v = (t.narrow(0 if layout == "NHD" else 1, 0, 300) for t in (inputs.k, inputs.v))
+    given = (inputs.q[0], k, v, layout, "NONE", True, 0.5, 2.0, 3.0, 99, 15.0, 0.2)
+    out, lse = preflash.single_decode_with_kv_cache(*given, return_lse=True)
+    assert (out.shape, lse.shape) == ((8, 128), (8,))
     pipeline = Pipeline(0.2, False, 99, 15.0, out_scale=3.0)
-    expected = reference(inputs, pipeline=pipeline)
-    compare(out[None], lse if lse is None else lse[None], expected, soft_cap=15.0).check()
+    compare(out[None], lse[None], reference(inputs, pipeline=pipeline), soft_cap=15.0).check()
+    assert torch.equal(preflash.single_decode_with_kv_cache(*given), out)

@@ -5,12 +5,10 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from planned_cases import mistakes, spoil
 from preflash.testing import Case, MaskKind, build, poison, runner
 
 MIXED = Case("mixed", (1, 9, 1, 0, 33), (30, 9, 77, 5, 40), 4, 2, 64, dtype=torch.float16,
              mask=MaskKind.CAUSAL, page_size=8)  # fmt: skip
-EITHER = (NotImplementedError, ValueError)
 F16 = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
 
 
@@ -81,32 +79,30 @@ def length_of(request: int, length: int):
     return change
 
 
+# Arguments of plan(), wrong values or functions that make one, and the refusals.
 REFUSED = [
-    ("use_profiler", NotImplementedError, True),
-    ("kv_len_arr", ValueError, [length_of(1, 109), r"kv_len_arr\[1\] = 109"],
-     [length_of(1, 2**31 - 1), r"kv_len_arr\[1\] = 2147483647"]),
-    ("kv_indptr", ValueError, *([change, "kv_indptr goes from"]
-     for change in (lambda t: t - 1, lambda t: t + 1, lambda t: t.flip(0)))),
-]  # fmt: skip
-ROW = ("argument", "value", "error", "says")
+    ("use_profiler", NotImplementedError, True, "use_profiler"),
+    ("kv_len_arr", ValueError, length_of(1, 109), r"kv_len_arr\[1\] = 109"),
+    ("kv_len_arr", ValueError, length_of(1, 2**31 - 1), r"kv_len_arr\[1\] = 2147483647"),
+    ("kv_indptr", ValueError, lambda t: t - 1, "kv_indptr goes from"),
+    ("kv_indptr", ValueError, lambda t: t + 1, "kv_indptr goes from"),
+    ("kv_indptr", ValueError, lambda t: t.flip(0), "kv_indptr goes from"),
+]
 
 
-@pytest.mark.parametrize(ROW, mistakes(*REFUSED))
-def test_batch_attention_refuses(target, argument, value, error, says):
-    inputs, wrapper = made(target)
-    given = arguments(inputs)
-    wrapper.plan(**given)
-    spoil(given, argument, value, target)
-    with pytest.raises(error, match=says):
-        wrapper.plan(**given)
-    runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache)).check()
-
-
-def test_runs_that_batch_attention_refuses(target):
+def test_batch_attention_refuses(target):
     inputs, wrapper = made(target)
     with pytest.raises(ValueError, match="before plan"):
         wrapper.run(inputs.q, inputs.cache)
     wrapper.plan(**arguments(inputs))
+    before, _ = wrapper.run(inputs.q, inputs.cache)
+    runner.compare(inputs, before, None).check()
+    for argument, error, value, says in REFUSED:
+        given = arguments(inputs)
+        given[argument] = value(given[argument]) if callable(value) else value
+        with pytest.raises(error, match=says):
+            wrapper.plan(**given)
+        assert torch.equal(wrapper.run(inputs.q, inputs.cache)[0], before)
     with pytest.raises(ValueError, match="logits_soft_cap"):
         wrapper.run(inputs.q, inputs.cache, logits_soft_cap=3.0)
     with pytest.raises(NotImplementedError, match="profiler_buffer"):
@@ -134,9 +130,8 @@ def masks_of(case: Case, causal_window=-1, range_window=-1, spans=SPANS) -> list
         if causal_window >= 0:
             kept &= behind <= causal_window
         for row, first, last in spans.get(request, []):
-            for key in range(first, last + 1):
-                if range_window <= 0 or behind[row, key] < range_window:
-                    kept[row, key] = True
+            near = behind[row, first : last + 1] < range_window
+            kept[row, first : last + 1] |= near | (range_window <= 0)
         masks.append(kept)
     return masks
 
@@ -196,32 +191,23 @@ def test_ranges_that_change_between_runs(target):
     runner.compare(inputs, wrapper.forward(inputs.q, inputs.cache, ranges), None).check()
 
 
-RANGES_REFUSED = [
-    ("causal", EITHER, True), ("custom_mask", EITHER, torch.ones(3)), ("window_left", EITHER, 3),
-    ("logits_soft_cap", EITHER, 3.0), ("head_dim_qk", EITHER, 128),
-    ("q_data_type", EITHER, torch.bfloat16), ("prefix_len_ptr", EITHER, torch.ones(3)),
-    ("ranges", TypeError, [torch.Tensor.long, r"bidirectional_ranges is torch\.int64"]),
-    ("ranges", ValueError, [lambda t: t[1:], "rows of q"]),
-]  # fmt: skip
+WRONG_OPTIONS = {
+    "causal": True, "custom_mask": torch.ones(3), "window_left": 3, "logits_soft_cap": 3.0,
+    "head_dim_qk": 128, "q_data_type": torch.bfloat16, "prefix_len_ptr": torch.ones(3),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(ROW, mistakes(*RANGES_REFUSED))
-def test_ranges_refuse(target, argument, value, error, says):
+def test_ranges_refuse(target):
     inputs, wrapper = ranges_planned(target)
-    given = {"ranges": ranges_of(inputs)}
-    spoil(given, argument, value, target)
-    ranges = given.pop("ranges")
-
-    def plan_or_run():
-        if given:
-            plan_ranges(wrapper, inputs, **given)
-        wrapper.run(inputs.q, inputs.cache, ranges)
-
-    with pytest.raises(error, match=says):
-        plan_or_run()
-    runner.compare(inputs, wrapper.run(inputs.q, inputs.cache, ranges_of(inputs)), None).check()
-
-
-def test_ranges_have_no_graphs(target):
+    ranges = ranges_of(inputs)
+    for name, value in WRONG_OPTIONS.items():
+        value = target.to(value) if torch.is_tensor(value) else value
+        with pytest.raises((NotImplementedError, ValueError), match=rf"\b{name}\b"):
+            plan_ranges(wrapper, inputs, **{name: value})
+    with pytest.raises(TypeError, match=r"bidirectional_ranges is torch\.int64"):
+        wrapper.run(inputs.q, inputs.cache, ranges.long())
+    with pytest.raises(ValueError, match="rows of q"):
+        wrapper.run(inputs.q, inputs.cache, ranges[1:])
     with pytest.raises(NotImplementedError, match="use_cuda_graph"):
         ranges_wrapper(target, use_cuda_graph=True)
+    runner.compare(inputs, wrapper.run(inputs.q, inputs.cache, ranges), None).check()

@@ -14,39 +14,31 @@ CASE = Case(
     mask=MaskKind.CAUSAL, sinks=Sinks.MIXED,
 )  # fmt: skip
 Wrapper = preflash.BatchAttentionWithAttentionSinkWrapper
-HEAD_DIMS = {"head_dim_qk": 64, "head_dim_vo": 64}
 
 
 def made(target, case=CASE, **options):
-    inputs = build(case, device=target.device)
-    dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype}
-    wrapper = Wrapper(
-        runner.workspace(target.device), "NHD", backend="auto", **{**dtypes, **HEAD_DIMS, **options}
-    )
-    return inputs, wrapper
+    """Returns inputs and a wrapper without a plan; options: of the constructor."""
+    inputs, work = build(case, device=target.device), runner.workspace(target.device)
+    fixed = {"q_data_type": case.dtype, "kv_data_type": case.dtype_kv}
+    fixed |= {"head_dim_qk": 64, "head_dim_vo": 64, **options}
+    return inputs, Wrapper(work, "NHD", backend="auto", **fixed)
 
 
-@pytest.mark.parametrize("split", [None, 32])
-@pytest.mark.parametrize("window", [-1, 20])
-@pytest.mark.parametrize("has_sinks", [True, False])
-def test_run(target, window, split, has_sinks):
+@pytest.mark.parametrize(("window", "split"), [(-1, None), (20, None), (20, 32)])
+def test_run(target, window, split):
+    """run() replaces the scale of the plan, and has sinks or none."""
     inputs, wrapper = made(target, window_left=window)
-    runner.plan(wrapper, inputs, window_left=window, sm_scale=9.0, fixed_split_size=split)
-    sinks = inputs.sinks if has_sinks else None
-    out, lse = wrapper.run(inputs.q, inputs.cache, sinks, 0.2, v_scale=0.5, return_lse=True)
-    pipeline = Pipeline(0.2, True, window, out_scale=0.5, sinks=sinks)
-    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
-
-
-def test_scale_of_the_plan_where_run_has_none(target):
-    inputs, wrapper = made(target)
-    runner.plan(wrapper, inputs, sm_scale=0.3)
-    pipeline = Pipeline(0.3, True, sinks=inputs.sinks)
-    for result in (
-        wrapper.run(inputs.q, inputs.cache, inputs.sinks, return_lse=True),
-        wrapper.run_return_lse(inputs.q, inputs.cache, sinks=inputs.sinks),
-    ):
-        compare(*result, reference(inputs, pipeline=pipeline)).check()
+    runner.plan(wrapper, inputs, window_left=window, sm_scale=0.3, fixed_split_size=split)
+    for sinks in (inputs.sinks, None):
+        scaled = Pipeline(0.2, True, window, out_scale=0.5, sinks=sinks)
+        of_plan = Pipeline(0.3, True, window, sinks=sinks)
+        out, lse = wrapper.run(inputs.q, inputs.cache, sinks, 0.2, v_scale=0.5, return_lse=True)
+        compare(out, lse, reference(inputs, pipeline=scaled)).check()
+        for result in (
+            wrapper.run(inputs.q, inputs.cache, sinks, return_lse=True),
+            wrapper.run_return_lse(inputs.q, inputs.cache, sinks=sinks),
+        ):
+            compare(*result, reference(inputs, pipeline=of_plan)).check()
 
 
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -90,14 +82,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "wrong", "error", "says"), REFUSED, ids=[row[-1] for row in REFUSED]
-)
-def test_refusals(target, options, wrong, error, says):
-    def plan_and_run():
+def test_refusals(target):
+    def plan_and_run(options, wrong):
         inputs, wrapper = made(target, **options)
         runner.plan(wrapper, inputs)
         wrapper.run(inputs.q, inputs.cache, *(wrong(inputs.sinks) if wrong else ()))
 
-    with pytest.raises(error, match=says):
-        plan_and_run()
+    for options, wrong, error, says in REFUSED:
+        with pytest.raises(error, match=says):
+            plan_and_run(options, wrong)

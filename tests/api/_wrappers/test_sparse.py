@@ -10,7 +10,7 @@ from preflash.testing import comparison
 from preflash.testing.oracle import Pipeline, attend
 from preflash.testing.runner import workspace
 
-ROWS, KEYS, HEADS, BLOCK = 37, 48, (4, 2), (4, 16)
+ROWS, KEYS, HEADS = 37, 48, (4, 2)
 
 
 def check(out, lse, q, k, v, dense):
@@ -23,38 +23,17 @@ def tensors(target, heads=HEADS, dtype=torch.float16, rows=ROWS, keys=KEYS, dim=
     return [torch.randn(*s, generator=made).to(target.device, dtype) for s in shapes]
 
 
-def bsr(block, density, rows=ROWS, keys=KEYS):
-    """Returns indptr, indices and the dense mask; the first row of blocks keeps nothing."""
-    made = torch.Generator().manual_seed(11)
-    count = (-(-rows // block[0]), keys // block[1])
-    kept = torch.rand(count, generator=made) < density
-    kept[0] = False
-    indptr = torch.zeros(count[0] + 1, dtype=torch.int32)
-    indptr[1:] = kept.sum(1).cumsum(0)
-    dense = kept.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return indptr, kept.nonzero()[:, 1].to(torch.int32), dense[:rows]
+def planned(target, **options):
+    """Returns a wrapper planned for blocks, and the dense mask."""
+    kept = torch.rand(10, 3, generator=torch.Generator().manual_seed(11)) < 0.5
+    indptr = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    wrapper, indices = unplanned(target), kept.nonzero()[:, 1].to(torch.int32)
+    wrapper.plan(indptr, indices, ROWS, KEYS, 4, 16, *HEADS, 64, sm_scale=0.2, **options)
+    return wrapper, kept.repeat_interleave(4, 0).repeat_interleave(16, 1)[:ROWS]
 
 
 def unplanned(target, kind="BlockSparseAttentionWrapper"):
     return getattr(preflash, kind)(workspace(target.device), backend=target.backend)
-
-
-def planned(target, indptr, indices, block=BLOCK, heads=HEADS, **options):
-    wrapper = unplanned(target)
-    wrapper.plan(indptr, indices, ROWS, KEYS, *block, *heads, 64, **{"sm_scale": 0.2, **options})
-    return wrapper
-
-
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
-@pytest.mark.parametrize("block", [(1, 1), (4, 16), (16, 8), (5, 3)])
-def test_blocks(target, block, heads):
-    q, k, v = tensors(target, heads)
-    *arrays, dense = bsr(block, 0.4)
-    wrapper = planned(target, *(array.to(target.device) for array in arrays), block, heads)
-    out = comparison.poison(q.shape, q.dtype, q.device)
-    result, lse = wrapper.run(q, k, v, out=out, return_lse=True)
-    assert result is out
-    check(out, lse, q, k, v, dense)
 
 
 def packed(inside, indptr, rows: int):
@@ -75,7 +54,8 @@ def test_random_blocks(target, seed):
     made = torch.Generator().manual_seed(seed)
     height, width = draw.choice([(1, 1), (3, 16), (7, 3), (16, 8)])
     rows, columns = draw.choice([0, 1, 16, 33]), draw.choice([0, 1, 6])
-    q, k, v = tensors(target, rows=rows, keys=columns * width)
+    heads = draw.choice([(4, 2), (3, 3)])
+    q, k, v = tensors(target, heads, rows=rows, keys=columns * width)
     kept = torch.rand(-(-rows // height), columns, generator=made) < draw.choice([0.0, 0.5, 1.0])
     chosen = [row.nonzero().flatten().tolist() for row in kept]
     for row in chosen:
@@ -96,19 +76,21 @@ def test_random_blocks(target, seed):
     masks = {"mask": inside, "packed_mask": packed(inside, indptr, rows)}
     arrays = [x.to(target.device) for x in (indptr, indices, masks.get(how, inside))]
     wrapper.plan(
-        arrays[0], arrays[1], rows, columns * width, height, width, *HEADS, 64,
+        arrays[0], arrays[1], rows, columns * width, height, width, *heads, 64,
         **({how: arrays[2]} if how else {}), causal=causal, sm_scale=0.2,
     )  # fmt: skip
     for array in arrays:
         array.zero_()
-    check(*wrapper.run(q, k, v, return_lse=True), q, k, v, dense)
+    out = comparison.poison(q.shape, q.dtype, q.device)
+    result, lse = wrapper.run(q, k, v, out=out, return_lse=True)
+    assert result is out
+    check(out, lse, q, k, v, dense)
 
 
 def test_output_dtype(target):
     q, k, v = tensors(target, dtype=torch.bfloat16)
-    blocks = bsr(BLOCK, 0.5)[:2]
-    other = planned(target, *blocks, q_data_type=q.dtype)
-    same = planned(target, *blocks, q_data_type=q.dtype, o_data_type=q.dtype)
+    other, _ = planned(target, q_data_type=q.dtype)
+    same, _ = planned(target, q_data_type=q.dtype, o_data_type=q.dtype)
     out = torch.empty(q.shape, dtype=torch.float16, device=q.device)
     assert other.run(q, k, v, out=out) is out
     assert torch.equal(out, same.run(q, k, v).to(torch.float16))
@@ -119,50 +101,60 @@ def test_output_dtype(target):
 def test_queries_of_e5m2(target, o_dtype):
     eight = torch.float8_e5m2
     q, k, v = (t.to(eight) for t in tensors(target))
-    indptr, indices, dense = bsr(BLOCK, 0.5)
     dtypes = {"q_data_type": eight, "kv_data_type": eight, "o_data_type": o_dtype}
-    out, lse = planned(target, indptr, indices, **dtypes).run(q, k, v, return_lse=True)
+    wrapper, dense = planned(target, **dtypes)
+    out, lse = wrapper.run(q, k, v, return_lse=True)
     assert out.dtype == o_dtype
     check(out, lse, *(t.to(torch.float16) for t in (q, k, v)), dense)
 
 
-ONES = torch.tensor([0, *[1] * 8], dtype=torch.int32)  # one block in the first row of blocks
+RIGHT = {
+    "indptr": torch.tensor([0, *[1] * 8]), "indices": torch.tensor([2]), "M": ROWS, "N": KEYS,
+    "R": 5, "C": 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+}  # fmt: skip
+REFUSED = [
+    ({"N": 47}, ValueError, "N=47"),
+    ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
+    ({"indptr": torch.tensor([0, 1, *[0] * 7])}, ValueError, r"^indptr\[2\] = 0"),
+    ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
+    ({"indptr": torch.full((9,), 2)}, ValueError, "^indices has 1"),
+    ({"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
+    ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
+    ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
+    ({"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
+]
 
 
-REFUSED = {
-    "N": ({"N": 47}, ValueError, "N=47"),
-    "indptr": ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
-    "falling": ({"indptr": torch.tensor([0, 1, *[0] * 7])}, ValueError, r"^indptr\[2\] = 0"),
-    "indices": ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
-    "too few": ({"indptr": torch.full((9,), 2)}, ValueError, "^indices has 1"),
-    "indices of int64": ({"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
-    "mask": ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
-    "other": ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
-    "o_data_type": ({"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
-}
-
-
-@pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusals(target, options, error, message):
-    right = {"indptr": ONES, "indices": torch.tensor([2]), "M": ROWS, "N": KEYS, "R": 5, "C": 16}
-    right |= {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    wrapper = unplanned(target)
-    q, k, v = tensors(target)
-    with pytest.raises(error, match=message):
-        wrapper.plan(**{**right, **options})
-    with pytest.raises(ValueError, match="before plan"):
-        wrapper.run(q, k, v)
-    wrapper.plan(**right)
+def test_refusals(target):
+    wrapper, (q, k, v) = unplanned(target), tensors(target)
+    for options, error, says in REFUSED:
+        with pytest.raises(error, match=says):
+            wrapper.plan(**{**RIGHT, **options})
+        with pytest.raises(ValueError, match="before plan"):
+            wrapper.run(q, k, v)
+    wrapper.plan(**RIGHT)
     with pytest.raises(ValueError, match="N = 48"):
         wrapper.run(q, k[1:], v)
 
 
-def refuses_outputs(run, q, wide: torch.Tensor, lse: torch.Tensor) -> None:
-    """Checks refusals of run(q=, out=, lse=), with out like `wide` and lse like `lse`."""
+@pytest.mark.parametrize("variable", [False, True], ids=["converted", "of any size"])
+def test_outputs_that_are_copied_into(target, variable):
+    """Outputs of another dtype, or of blocks of any size."""
+    q, k, v = tensors(target)
+    if variable:
+        q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+        wrapper, wide = unplanned(target, VARIABLE), torch.zeros_like(q)
+        whole = (torch.tensor([[ROWS]] * 2), torch.tensor([[KEYS]] * 2))
+        wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), *whole, *HEADS, 64)
+    else:
+        wrapper, _ = planned(target, o_data_type=torch.float32)
+        wide = torch.zeros_like(q, dtype=torch.float32)
+    lse = torch.zeros(q.shape[:2], device=q.device)
     bits = torch.empty(wide.nbytes, dtype=torch.uint8, device=wide.device)
     shared = bits.view(wide.dtype).view(wide.shape)
     sharing = {"out": shared, "lse": bits[: lse.nbytes].view(lse.dtype).view(lse.shape)}
-    for error, message, options in (
+    on_k = wide.view(torch.float16).flatten()[: k.numel()].view(k.shape)
+    for error, says, options in (
         (NotImplementedError, "out requires grad", {"out": wide.clone().requires_grad_()}),
         (ValueError, "out has strides", {"out": wide[:1].expand_as(wide)}),
         (ValueError, "lse has strides", {"lse": lse[:1].expand_as(lse)}),
@@ -170,23 +162,10 @@ def refuses_outputs(run, q, wide: torch.Tensor, lse: torch.Tensor) -> None:
         (ValueError, "out has shape", {"out": wide[1:]}),
         (TypeError, "q must be", {"q": None, "out": wide}),
         (ValueError, "shares memory with lse", sharing),
+        (ValueError, "out shares memory with k", {"k": on_k, "out": wide}),
     ):
-        with pytest.raises(error, match=message):
-            run(**{"q": q, **options})
-
-
-def test_outputs_that_are_converted(target):
-    q, k, v = tensors(target)
-    wrapper = planned(target, *bsr(BLOCK, 0.5)[:2], o_data_type=torch.float32)
-    wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-
-    def run(q, **outputs):
-        return wrapper.run(q, k, v, **outputs)
-
-    refuses_outputs(run, q, wide, wide[..., 0].contiguous())
-    k = wide.view(torch.float16).flatten()[: k.numel()].view(k.shape)
-    with pytest.raises(ValueError, match="out shares memory with k"):
-        run(q, out=wide)
+        with pytest.raises(error, match=says):
+            wrapper.run(**{"q": q, "k": k, "v": v, **options})
 
 
 # Blocks of any size.
@@ -195,15 +174,13 @@ VARIABLE = "VariableBlockSparseAttentionWrapper"
 
 
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
+    """Returns sizes of blocks that add up to a total for each head, multiples of a unit."""
     made = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(heads):
         cuts = torch.randperm(total // unit - 1, generator=made)[: count - 1].sort().values + 1
-        rows.append(
-            torch.diff(cuts, prepend=torch.zeros(1).long(), append=torch.tensor([total // unit]))
-            * unit
-        )
-    return torch.stack(rows).to(torch.int32)
+        rows.append(torch.diff(torch.cat([torch.tensor([0]), cuts, torch.tensor([total // unit])])))
+    return (torch.stack(rows) * unit).to(torch.int32)
 
 
 @pytest.mark.parametrize("unit", [1, 8])
@@ -221,9 +198,7 @@ def test_blocks_of_any_size(target, heads, unit):
     out = comparison.poison(by_head[0].shape, q.dtype, q.device)
     lse = comparison.poison(out.shape[:2], torch.float32, q.device)
     assert wrapper.run(*by_head, out=out, lse=lse) is out
-    fresh, sums = wrapper.run(*by_head, return_lse=True)
-    assert torch.equal(fresh, out)
-    assert torch.equal(sums, lse)
+    assert all(map(torch.equal, wrapper.run(*by_head, return_lse=True), (out, lse)))
     flat = torch.empty(kv_heads * ROWS, group, 64, dtype=q.dtype, device=q.device)
     assert torch.equal(wrapper.run(*by_head, out=flat), out)
     assert torch.equal(flat.view(kv_heads, ROWS, -1, 64).transpose(1, 2).flatten(0, 1), out)
@@ -235,31 +210,19 @@ def test_blocks_of_any_size(target, heads, unit):
         check(*got, q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense)
 
 
-def test_outputs_of_blocks_of_any_size(target):
-    q, k, v = (x.transpose(0, 1).contiguous() for x in tensors(target))
-    wrapper = unplanned(target, VARIABLE)
-    whole = (torch.tensor([[ROWS]] * 2), torch.tensor([[KEYS]] * 2))
-    wrapper.plan(torch.ones(2, 1, 1, dtype=torch.bool), *whole, *HEADS, 64)
-
-    def run(q, **outputs):
-        return wrapper.run(q, k, v, **outputs)
-
-    refuses_outputs(run, q, torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device))
-
-
 KEPT, THREES = torch.ones(2, 1, 1, dtype=torch.bool), torch.tensor([[3], [3]])
 VARIABLE_REFUSED = [
     ((KEPT, THREES, torch.tensor([[4], [5]]), *HEADS), r"block_col_sz adds up to \[4, 5\]"),
     ((KEPT, THREES, THREES, 3, 2), "multiple of num_kv_heads"),
     ((KEPT[:, :, :0], THREES, THREES, *HEADS), "block_mask_map"),
     # No number becomes another one in int32.
-    ((KEPT.long() + 2**32, THREES, THREES, *HEADS), "block_.* holds numbers beyond"),
-    ((KEPT, THREES + 2**32, THREES, *HEADS), "block_.* holds numbers beyond"),
-    ((KEPT, THREES, THREES + 2**32, *HEADS), "block_.* holds numbers beyond"),
+    ((KEPT.long() + 2**32, THREES, THREES, *HEADS), "block_mask_map holds numbers beyond"),
+    ((KEPT, THREES + 2**32, THREES, *HEADS), "block_row_sz holds numbers beyond"),
+    ((KEPT, THREES, THREES + 2**32, *HEADS), "block_col_sz holds numbers beyond"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), VARIABLE_REFUSED)
-def test_refusals_of_blocks_of_any_size(target, arguments, says):
-    with pytest.raises(ValueError, match=says):
-        unplanned(target, VARIABLE).plan(*arguments, 64)
+def test_refusals_of_blocks_of_any_size(target):
+    for arguments, says in VARIABLE_REFUSED:
+        with pytest.raises(ValueError, match=says):
+            unplanned(target, VARIABLE).plan(*arguments, 64)
