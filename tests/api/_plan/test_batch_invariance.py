@@ -8,6 +8,7 @@ import sys
 import preflash
 import pytest
 import torch
+from bounds import bounds_of
 from fuzz.altered_inputs import lone, part
 from fuzz.pod_trial import plan_decode
 from planned_cases import tensors
@@ -110,10 +111,9 @@ def test_prefill_beside_decode(target, batch):
 def test_windows_and_upper_bounds(target, batch):
     """The bits are the same where only the device knows the lengths."""
     inputs, _ = batch
-    lens = torch.tensor(KV_LENS, dtype=torch.int32, device=target.device)
-    bounds = {"seq_lens": lens, "lengths_are_upper_bounds": True}
     exact, bounded = (
-        computed(inputs, target, plan={"window_left": 3000, **options}) for options in ({}, bounds)
+        computed(inputs, target, plan={"window_left": 3000, **options})
+        for options in ({}, bounds_of(inputs))
     )
     assert torch.equal(exact, bounded)
 

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from bounds import bounds_of
 from interpreter_steps import interpreter_steps
 from planned_cases import planned, tensors, unplanned
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
@@ -30,8 +31,7 @@ def plan_of(kind: str, scale: int):
     if kind == "block table":
         inputs.indices = hints(inputs)["block_tables"]
     if kind == "upper bounds":
-        lens = torch.tensor(case.kv_lens, dtype=torch.int32)
-        more = {"seq_lens": lens, "lengths_are_upper_bounds": True}
+        more = bounds_of(inputs)
     arguments, options = runner.plan_arguments(inputs)
     if kind == "decode":
         wrapper = BatchDecodeWithPagedKVCacheWrapper(runner.workspace(), backend="cpu")

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from bounds import bounds_of
 from fuzz.altered_inputs import part, with_bounds
 from planned_cases import tensors
 from preflash.testing import Case, MaskKind, build, runner
@@ -41,9 +42,7 @@ def computed(target, inputs, *, more_pages: int = 0):
     """(out, lse) of the request. more_pages: plan() knows an upper bound of so many pages more."""
     options = {}
     if more_pages:
-        lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32, device=target.device)
-        options = {"seq_lens": lens, "lengths_are_upper_bounds": True}
-        inputs = with_bounds(inputs, more_pages)
+        inputs, options = with_bounds(inputs, more_pages), bounds_of(inputs)
     wrapper = runner.planned(inputs, backend=target.backend, **options)
     return wrapper.run(*tensors(inputs), return_lse=True)
 

@@ -95,19 +95,6 @@ def test_plans_go_into_the_buffers(target, like):
             stage.check_run(inputs)
 
 
-def test_attributes_that_engines_read(target):
-    """A refused first plan sets no limit of rows."""
-    stage = Graphs(PAGED, target)
-    wrapper = stage.wrapper
-    assert wrapper.is_cuda_graph_enabled is wrapper._use_cuda_graph is True
-    with pytest.raises(ValueError, match="window_left"):
-        runner.plan(wrapper, stage.make((1, 0, 0), (9, 9, 9)), window_left=-3)
-    assert (wrapper._fixed_batch_size, wrapper._max_total_num_rows) == (3, None)
-    stage.check_plans(FIRST, SMALLER)
-    assert (wrapper._batch_size, wrapper._max_total_num_rows) == (3, 35)
-    assert wrapper._custom_mask_buf is None
-
-
 @pytest.mark.parametrize("begin", [1, 60], ids=["inside", "over_256_bytes"])
 def test_buffers_that_adjoin(target, begin):
     """One transfer writes them, and no memory around them."""
@@ -221,33 +208,22 @@ def test_a_dense_mask_in_the_storage_of_its_buffer(target):
 
 @CASES
 def test_a_replay_computes_the_last_plan(target, like, recorder):
-    """The smallest capture, of one key, sets no limit on keys."""
+    """The smallest capture, of one key, sets no limit on keys. Two graphs have plan()'s own options
+    and a window of run(); a plan with other options leaves them theirs, with the new lengths."""
     stage = Graphs(like, target, recorder)
     _, graph = stage.started((40, 0, 0), (1, 0, 0))
+    windowed = stage.capture(lambda: stage.run(window_left=11))
     place = stage.wrapper._int_workspace_buffer.data_ptr()
     batches = [FIRST, SMALLER, LARGER_KEYS, EMPTY, ((35, 0, 0), (1, 90, 0))]
     batches += [((1, 1, 1), (1200, 9, 100))] * like.paged
-    stage.check_plans(*batches, graph=graph)
-    for seed in range(15):
-        inputs = stage.random(seed)
-        stage.plan(inputs)
-        stage.check_run(inputs, graph)
-    assert stage.wrapper._int_workspace_buffer.data_ptr() == place
-    stage.check_plans(batches[-1])
-
-
-def test_every_captured_variant_is_refreshed(target, recorder):
-    """Two graphs of one wrapper: plan()'s own options, and a window of run()."""
-    stage = Graphs(PAGED, target, recorder)
-    _, graph = stage.started()
-    windowed = stage.capture(lambda: stage.run(window_left=11))
-    for lengths, options in ((SMALLER, {}), (LARGER_KEYS, {}), (FIRST, {"causal": False})):
-        inputs = stage.make(*lengths)
-        stage.plan(inputs, **options)
-        # A plan with other options leaves the graphs theirs, with the new lengths.
-        stage.check_run(with_options(inputs, mask=MaskKind.NONE) if options else inputs)
-        stage.check_run(inputs, graph)
-        stage.check_run(with_options(inputs, window_left=11), windowed)
+    inputs = [stage.make(*lengths) for lengths in batches] + [stage.random(n) for n in range(12)]
+    for number, one in enumerate(inputs):
+        causal = number % 3 != 1
+        stage.plan(one, causal=causal)
+        stage.check_run(one if causal else with_options(one, mask=MaskKind.NONE))
+        stage.check_run(one, graph)
+        stage.check_run(with_options(one, window_left=11), windowed)
+        assert not causal or stage.wrapper._int_workspace_buffer.data_ptr() == place
 
 
 @BOTH
@@ -359,15 +335,21 @@ REFUSED = [
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_refused_growth(target, captured, recorder):
+    """The attributes are those that engines read. A refused first plan sets no limit of rows."""
     stage = Graphs(PAGED, target, recorder)
-    inputs = stage.make(*FIRST)
+    inputs, wrapper = stage.make(*FIRST), stage.wrapper
+    assert wrapper.is_cuda_graph_enabled is wrapper._use_cuda_graph is True
+    with pytest.raises(ValueError, match="window_left"):
+        runner.plan(wrapper, stage.make((1, 0, 0), (9, 9, 9)), window_left=-3)
+    assert (wrapper._fixed_batch_size, wrapper._max_total_num_rows) == (3, None)
     stage.plan(inputs)
     graph = stage.capture() if captured else None
     for lengths, match in REFUSED:
         with pytest.raises(ValueError, match=match):
-            runner.plan(stage.wrapper, stage.make(*lengths))
+            runner.plan(wrapper, stage.make(*lengths))
         stage.check_run(inputs, graph)
-    assert stage.wrapper._max_total_num_rows == 35
+    assert (wrapper._batch_size, wrapper._max_total_num_rows) == (3, 35)
+    assert wrapper._custom_mask_buf is None
 
 
 def test_captures_set_limits(target, recorder):

@@ -49,7 +49,12 @@ def make_wrapper(target):
 
 @functools.cache
 def problems_of(target) -> list[Problem]:
-    return [Problem(target, case, seed) for seed, case in enumerate((MANY, MORE, FEW, MANY))]
+    problems = [Problem(target, case, seed) for seed, case in enumerate((MANY, MORE, FEW, MANY))]
+    # Page indices before the first request's are copied with the others, whatever their values.
+    inputs, before = problems[0].inputs, torch.tensor([-5, 1 << 30, -7], dtype=torch.int32)
+    inputs.indices = torch.cat([before, inputs.indices])
+    inputs.kv_indptr = inputs.kv_indptr + len(before)
+    return problems
 
 
 @pytest.fixture
@@ -77,18 +82,6 @@ def test_copies_of_a_wrapper(target, problems):
         problems[i].plan_and_check(first)
     for one, i in copies[1:]:
         problems[i].check(one)
-
-
-def test_pages_of_no_request(target):
-    """Page indices before the first request's are copied with the others, whatever their values."""
-    problem = Problem(target, MANY)
-    inputs = problem.inputs
-    before = torch.tensor([-5, 1 << 30, -7], dtype=torch.int32)
-    inputs.indices = torch.cat([before, inputs.indices])
-    inputs.kv_indptr = inputs.kv_indptr + len(before)
-    wrapper = make_wrapper(target)
-    for _ in range(4):
-        problem.plan_and_check(wrapper)
 
 
 def test_a_refused_plan_changes_nothing(target, problems):
