@@ -58,7 +58,7 @@ def test_chunks_and_decode_steps(target, dtype, head_dim, heads, kind):
     inputs = prompt(target, CUTS[-1], CUTS[-1], heads, head_dim, dtype, **OPTIONS[kind])
     # A row's key as its neighbours' largest logit, so that references move after it.
     page, slot = places(inputs, torch.arange(CUTS[-1], device=target.device))
-    ramp = torch.linspace(-4, 4, CUTS[-1], device=target.device)[:, None].expand(-1, heads[1])
+    ramp = torch.linspace(-8, 8, CUTS[-1], device=target.device)[:, None].expand(-1, heads[1])
     pages_of(inputs.k, inputs.case)[page, slot, :, 0] = ramp.to(dtype)
     whole = computed(target, inputs)
     chunks = [*itertools.pairwise((0, *CUTS)), *((step, step + 1) for step in STEPS)]

@@ -63,21 +63,15 @@ PAIRS = {
 }
 PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "HND", "group 7"}
 TWO_LAUNCHES = {"no prefill", "no decode", "neither"}
+MASKED_BATCHES = (dataclasses.replace(PREFILLS, mask=MaskKind.CUSTOM), DECODE)
+SEVERAL_ROWS = {"qo_lens": (1, 0, 4, 2, 3), "kv_lens": (90, 5, 17, 2, 1333)}
 BATCH_PAIRS = {
     "causal": BATCHES,
-    "masked": (dataclasses.replace(PREFILLS, mask=MaskKind.CUSTOM), DECODE),
-    "decode of several rows": (
-        PREFILLS,
-        dataclasses.replace(DECODE, qo_lens=(1, 0, 4, 2, 3), kv_lens=(90, 5, 17, 2, 1333)),
-    ),
-    "HND": alike(BATCHES, layout="HND", form=KvForm.COMBINED),
-    "window": alike(BATCHES, window_left=64),
+    "decode of several rows": (PREFILLS, dataclasses.replace(DECODE, **SEVERAL_ROWS)),
     "fp8 caches": alike(BATCHES, kv_dtype=E4M3),
     "no prefill": (dataclasses.replace(PREFILLS, qo_lens=(), kv_lens=()), DECODE),
     "no decode": (PREFILLS, NO_DECODE),
 }
-
-
 BOTH_KINDS = pytest.mark.parametrize("kind", [Pod, BatchPod])
 
 
@@ -150,7 +144,7 @@ def test_masks_of_other_kinds(target):
 
 def test_one_plan_of_batches_serves_every_mask(target):
     """causal_p and the masks are options of run()."""
-    pod = planned(target, BATCH_PAIRS["masked"], BatchPod)
+    pod = planned(target, MASKED_BATCHES, BatchPod)
     masked, none = pod.prefill, dict.fromkeys(("masks", "custom_mask", "packed_custom_mask"))
     unmasked = {
         causal: dataclasses.replace(masked, case=dataclasses.replace(PREFILLS, mask=kind), **none)
