@@ -5,6 +5,7 @@ import dataclasses
 import preflash
 import pytest
 import torch
+from bounds import bounds_of
 from graph_stage import capture
 from planned_cases import check_run
 from preflash.testing import Case, MaskKind, Position, build, runner
@@ -37,20 +38,23 @@ def with_table(inputs, table: torch.Tensor):
     return dataclasses.replace(inputs, indices=table)
 
 
-@pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("spread", [False, True], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
-def test_block_tables(target, changes, spread, where):
+def test_block_tables(target, changes, spread, monkeypatch):
+    """block_tables may repeat the table, which is compared under PREFLASH_DEBUG=1."""
+    monkeypatch.setenv("PREFLASH_DEBUG", str(int(spread)))
     inputs = build(dataclasses.replace(CASE, **changes), device=target.device)
-    table = table_of(inputs).to("cpu" if where == "host" else target.device)
-    given = with_table(inputs, table)
-    if spread:  # columns of a wider table, and a strided indptr that starts above zero
-        spare, width = torch.full_like(table, NO_PAGE), table.shape[1]
-        given.indices = torch.cat([spare, table, spare], 1)[:, width : 2 * width]
-        given.kv_indptr = torch.stack([inputs.kv_indptr + 5] * 2, 1)[:, 0]
-    got = check_run(inputs, runner.planned(given, backend=target.backend))
-    exact = runner.planned(inputs, backend=target.backend)
-    assert all(map(torch.equal, got, runner.run(exact, inputs)))
+    exact = runner.run(runner.planned(inputs, backend=target.backend), inputs)
+    for where in sorted({"cpu", target.device}):
+        table = table_of(inputs).to(where)
+        given, repeated = with_table(inputs, table), table.clone()
+        if spread:  # columns of a wider table, and a strided indptr that starts above zero
+            spare, width = torch.full_like(table, NO_PAGE), table.shape[1]
+            given.indices = torch.cat([spare, table, spare], 1)[:, width : 2 * width]
+            given.kv_indptr = torch.stack([inputs.kv_indptr + 5] * 2, 1)[:, 0]
+            repeated = torch.cat([table, table], 1)
+        wrapper = runner.planned(given, backend=target.backend, block_tables=repeated)
+        assert all(map(torch.equal, check_run(inputs, wrapper), exact))
 
 
 def test_a_run_reads_pages(target):
@@ -74,60 +78,42 @@ def test_decode_and_upper_bounds(target):
     inputs = build(case, device=target.device)
     longer = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)  # 8 pages, 128 keys each
     last = torch.full((4,), 16, dtype=torch.int32)
-    lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=target.device)
     table = table_of(inputs)
     wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
         runner.workspace(target.device), backend=target.backend
     )
     wrapper.plan(
         longer, table, last, 4, 2, 64, 16, q_data_type=case.dtype, block_tables=table,
-        seq_lens=lens, lengths_are_upper_bounds=True,
+        **bounds_of(inputs),
     )  # fmt: skip
     check_run(inputs, wrapper)
 
 
-def test_block_tables_twice(target, monkeypatch):
-    """block_tables may repeat the table, which is compared under PREFLASH_DEBUG=1."""
-    monkeypatch.setenv("PREFLASH_DEBUG", "1")
-    inputs = build(CASE, device=target.device)
-    table = table_of(inputs)
-    later = with_table(dataclasses.replace(inputs, kv_indptr=inputs.kv_indptr + 5), table)
-    wide = torch.cat([table, table], 1)
-    for repeated in (table, table.clone(), wide[:, : table.shape[1]], wide):
-        wrapper = runner.planned(later, backend=target.backend, block_tables=repeated)
-        check_run(inputs, wrapper)
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "bounds"), [((), 0, 0), ((), 4, 0), ((3, 1), 0, 0), ((3, 1), 0, 1)]
-)
-def test_no_pages(target, rows, columns, bounds):
+@pytest.mark.parametrize(("rows", "columns"), [((), 0), ((), 4), ((3, 1), 0)])
+def test_no_pages(target, rows, columns):
     case = dataclasses.replace(CASE, qo_lens=rows, kv_lens=(0,) * len(rows))
     inputs = build(case, device=target.device)
-    ints = {"dtype": torch.int32, "device": target.device}
-    options = {"lengths_are_upper_bounds": True, "seq_lens": torch.zeros(2, **ints)}
     wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    for _ in range(2):
-        given = with_table(inputs, torch.empty(len(rows), columns, **ints))
-        runner.plan(wrapper, given, **options if bounds else {})
+    table = torch.empty(len(rows), columns, dtype=torch.int32, device=target.device)
+    for options in ({}, {}, bounds_of(inputs)):
+        runner.plan(wrapper, with_table(inputs, table), **options)
         out, lse = runner.run(wrapper, inputs)
         assert torch.equal(out, torch.zeros_like(inputs.q))
         assert torch.equal(lse, torch.full_like(lse, -torch.inf))
-
-
-def for_graphs(target, indices: torch.Tensor):
-    ints = {"dtype": torch.int32, "device": target.device}
-    return preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device), "NHD", True, torch.zeros(5, **ints),
-        torch.zeros(5, **ints), indices, torch.zeros(4, **ints), backend=target.backend,
-    )  # fmt: skip
 
 
 def test_graphs(target, recorder):
     inputs = build(CASE, device=target.device)
     ints = {"dtype": torch.int32, "device": target.device}
     buffer = torch.zeros(4, 12, **ints)
-    wrapper = for_graphs(target, buffer)
+
+    def for_graphs(indices):
+        return preflash.BatchPrefillWithPagedKVCacheWrapper(
+            runner.workspace(target.device), "NHD", True, torch.zeros(5, **ints),
+            torch.zeros(5, **ints), indices, torch.zeros(4, **ints), backend=target.backend,
+        )  # fmt: skip
+
+    wrapper, flat = for_graphs(buffer), for_graphs(torch.zeros(99, **ints))
     out = torch.empty_like(inputs.q)
     lse = torch.empty(inputs.q.shape[:2], device=target.device)
 
@@ -145,7 +131,6 @@ def test_graphs(target, recorder):
         out.fill_(float("nan"))
         graph.replay()
         runner.compare(inputs, out, lse).check()
-    flat = for_graphs(target, torch.zeros(99, **ints))
     for wrong, given, match in (
         (wrapper, inputs, "paged_kv_indices_buf is a block table"),
         (wrapper, with_table(inputs, torch.zeros(4, 13, **ints)), "needs a buffer of as many rows"),
@@ -155,15 +140,15 @@ def test_graphs(target, recorder):
             runner.plan(wrong, given)
 
 
-@pytest.mark.parametrize("plans_before", [0, 1])
-def test_pages_beyond_the_pool(target, plans_before):
-    """Pages on the host are compared with the pool, by the first run."""
+def test_pages_beyond_the_pool(target):
+    """Pages on the host are compared with the pool, by the first run of each plan."""
     inputs = build(CASE, device=target.device)
     table = table_of(inputs).cpu()
+    far = table.clone()
+    far[2, 0] = 10**6
     wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)
-    for _ in range(plans_before):
-        runner.plan(wrapper, with_table(inputs, table.clone()))
-    table[2, 0] = 10**6
-    runner.plan(wrapper, with_table(inputs, table))
-    with pytest.raises(ValueError, match="paged_kv_indices holds 1000000"):
-        runner.run(wrapper, inputs)
+    for one in (far, table, far):
+        runner.plan(wrapper, with_table(inputs, one))
+        if one is far:
+            with pytest.raises(ValueError, match="paged_kv_indices holds 1000000"):
+                runner.run(wrapper, inputs)

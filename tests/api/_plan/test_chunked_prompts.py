@@ -2,10 +2,13 @@
 
 import itertools
 
-import preflash
 import pytest
 import torch
-from preflash.testing import runner
+from bounds import bounds_of
+from fuzz.altered_inputs import part, with_bounds
+from planned_cases import tensors
+from preflash.testing import Case, MaskKind, build, runner
+from preflash.testing.inputs import pages_of
 
 PAGE = 16
 E4M3 = torch.float8_e4m3fn
@@ -18,73 +21,63 @@ OPTIONS = {
     "chunks of 512 keys": {"fixed_split_size": 512},
     "window": {"batch_invariant": True, "window_left": 700},
 }
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 
 
-def computed(target, q, k, v, *, more_keys: int = 0, **options):
-    """(out, lse) of the last rows q of a prompt. more_keys: plan() knows an upper bound of so many
-    keys more."""
-    count = -(-(len(k) + more_keys) // PAGE)
-    pages = torch.zeros(2, count, PAGE, *k.shape[1:], dtype=q.dtype, device=target.device)
-    for rows, x in zip(pages.flatten(1, 2), (k, v), strict=True):
-        rows[: len(x)].copy_(x)
-    if more_keys:
-        options |= {
-            "seq_lens": torch.tensor([len(k)], dtype=torch.int32, device=target.device),
-            "lengths_are_upper_bounds": True,
-        }
-    wrapper = preflash.BatchPrefillWithPagedKVCacheWrapper(
-        runner.workspace(target.device, 256 << 20), backend=target.backend
-    )
-    last_page = len(k) + more_keys - (count - 1) * PAGE
-    wrapper.plan(
-        torch.tensor([0, len(q)], dtype=torch.int32),
-        torch.tensor([0, count], dtype=torch.int32),
-        torch.arange(count, dtype=torch.int32, device=target.device),
-        torch.tensor([last_page], dtype=torch.int32),
-        *(q.shape[1], k.shape[1], q.shape[2], PAGE),
-        causal=True,
-        q_data_type=q.dtype,
-        o_data_type=torch.float16 if q.dtype == E4M3 else q.dtype,
-        **options,
-    )
-    return wrapper.run(q, tuple(pages), return_lse=True)
+def prompt(target, rows, keys, heads, head_dim, dtype, **options):
+    """Builds a request of so many keys, and of queries at their end."""
+    o_dtype = torch.float16 if dtype == E4M3 else None
+    options = {"page_size": PAGE, "mask": MaskKind.CAUSAL, "o_dtype": o_dtype, **options}
+    case = Case("prompt", (rows,), (keys,), *heads, head_dim, dtype=dtype, **options)
+    return build(case, device=target.device, seed=head_dim + heads[0] + keys)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def places(inputs, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pages of these keys, and their places there."""
+    table = torch.tensor(inputs.page_table[0], device=positions.device)
+    return table[positions // PAGE], positions % PAGE
+
+
+def computed(target, inputs, *, more_pages: int = 0):
+    """(out, lse) of the request. more_pages: plan() knows an upper bound of so many pages more."""
+    options = {}
+    if more_pages:
+        inputs, options = with_bounds(inputs, more_pages), bounds_of(inputs)
+    wrapper = runner.planned(inputs, backend=target.backend, **options)
+    return wrapper.run(*tensors(inputs), return_lse=True)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("heads", [(1, 1), (8, 2), (7, 1), (3, 3), (130, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
-def test_chunks_and_decode_steps(target, dtype, head_dim, heads, options):
-    generator = torch.Generator().manual_seed(head_dim + heads[0])
-    q, k, v = (
-        torch.randn(CUTS[-1], count, head_dim, generator=generator).to(target.device)
-        for count in (heads[0], heads[1], heads[1])
-    )
+@every_dtype
+def test_chunks_and_decode_steps(target, dtype, head_dim, heads, kind):
+    few = (torch.bfloat16, 64, "chunks of 512 keys")
+    if target.device == "cpu" and heads == (130, 1) and (dtype, head_dim, kind) != few:
+        pytest.skip("takes long on the CPU")
+    inputs = prompt(target, CUTS[-1], CUTS[-1], heads, head_dim, dtype, **OPTIONS[kind])
     # A row's key as its neighbours' largest logit, so that references move after it.
-    k[:, :, 0] = 4 * torch.linspace(-1, 1, len(k), device=target.device)[:, None]
-    q, k, v = (x.to(dtype) for x in (q * 2, k, v))
-    whole = computed(target, q, k, v, **options)
+    page, slot = places(inputs, torch.arange(CUTS[-1], device=target.device))
+    ramp = torch.linspace(-8, 8, CUTS[-1], device=target.device)[:, None].expand(-1, heads[1])
+    pages_of(inputs.k, inputs.case)[page, slot, :, 0] = ramp.to(dtype)
+    whole = computed(target, inputs)
     chunks = [*itertools.pairwise((0, *CUTS)), *((step, step + 1) for step in STEPS)]
     for begin, end in chunks:
-        for more_keys in (0, 200) if "window_left" not in options else (0,):
-            part = computed(target, q[begin:end], k[:end], v[:end], more_keys=more_keys, **options)
-            for given, expected in zip(part, whole, strict=True):
-                assert torch.equal(given, expected[begin:end]), (begin, end, more_keys)
+        for more_pages in (0, 13) if kind != "window" else (0,):
+            chunk = computed(target, part(inputs, 0, begin, end), more_pages=more_pages)
+            for given, expected in zip(chunk, whole, strict=True):
+                assert torch.equal(given, expected[begin:end]), (begin, end, more_pages)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
+@every_dtype
 @pytest.mark.parametrize("window_left", [2, 9, 30])
 def test_keys_below_a_window_may_be_nan(target, window_left, dtype):
     """The first key in the window is anywhere in the last key's page, or in an earlier one."""
-    generator = torch.Generator().manual_seed(window_left)
+    options = {"batch_invariant": True, "window_left": window_left}
     for kv_len in range(100, 100 + PAGE):
-        q, k, v = (
-            torch.randn(count, heads, 128, generator=generator).to(target.device, dtype)
-            for count, heads in ((1, 8), (kv_len, 2), (kv_len, 2))
-        )
-        options = {"batch_invariant": True, "window_left": window_left}
-        expected = computed(target, q, k, v, **options)
-        for x in (k, v):
-            x[: kv_len - 1 - window_left] = float("nan")
-        for given, finite in zip(computed(target, q, k, v, **options), expected, strict=True):
-            assert torch.equal(given, finite), kv_len
+        inputs = prompt(target, 1, kv_len, (8, 2), 128, dtype, **options)
+        expected = computed(target, inputs)
+        below = torch.arange(kv_len - 1 - window_left, device=target.device)
+        for t in (inputs.k, inputs.v):
+            pages_of(t, inputs.case)[places(inputs, below)] = float("nan")
+        assert all(map(torch.equal, computed(target, inputs), expected)), kv_len

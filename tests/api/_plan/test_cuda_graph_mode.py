@@ -7,7 +7,6 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from preflash import _core
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 from test_interrupts import interrupted
@@ -21,6 +20,7 @@ MASKED = dataclasses.replace(PAGED, mask=MaskKind.CUSTOM)
 CASES = pytest.mark.parametrize(
     "like", [PAGED, RAGGED, HND, RAGGED_HND, SPLIT], ids=lambda case: case.name
 )
+BOTH = pytest.mark.parametrize("like", [PAGED, RAGGED], ids=lambda case: case.name)
 FIRST = ((30, 5, 0), (100, 90, 7))  # 35 rows
 SMALLER = ((3, 0, 9), (40, 0, 64))
 LARGER_KEYS = ((1, 33, 1), (300, 150, 1))
@@ -74,38 +74,25 @@ def with_mask_buffer(stage, target, buffer):
 # --- plan() and the buffers --------------------------------------------------
 
 
-@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 @CASES
-def test_plans_go_into_the_buffers(target, like, on_host):
-    stage = Graphs(like, target)
-    for lengths in (FIRST, SMALLER, LARGER_KEYS, FIRST):
-        inputs = stage.make(*lengths, on_host=on_host)
-        stage.plan(inputs)
-        stage.check_run(inputs)
-        arrays = {"qo_indptr_buf": inputs.qo_indptr, "kv_indptr_buf": inputs.kv_indptr}
-        if like.paged:
-            arrays["paged_kv_indptr_buf"] = arrays.pop("kv_indptr_buf")
-            arrays["paged_kv_indices_buf"] = inputs.indices
-            arrays["paged_kv_last_page_len_buf"] = inputs.last_page_len
-        for name, given in arrays.items():
-            buffer = stage.buffers[name]
-            assert torch.equal(buffer[: given.numel()].cpu(), given.cpu()), name
-            assert getattr(stage.wrapper, f"_{name}").data_ptr() == buffer.data_ptr()
-            given.fill_(-1)
-        stage.check_run(inputs)
-
-
-def test_attributes_that_engines_read(target):
-    """A refused first plan sets no limit of rows."""
-    stage = Graphs(PAGED, target)
-    wrapper = stage.wrapper
-    assert wrapper.is_cuda_graph_enabled is wrapper._use_cuda_graph is True
-    with pytest.raises(ValueError, match="window_left"):
-        runner.plan(wrapper, stage.make((1, 0, 0), (9, 9, 9)), window_left=-3)
-    assert (wrapper._fixed_batch_size, wrapper._max_total_num_rows) == (3, None)
-    assert wrapper._custom_mask_buf is None
-    stage.check_plans(FIRST, SMALLER)
-    assert (wrapper._batch_size, wrapper._max_total_num_rows) == (3, 35)
+def test_plans_go_into_the_buffers(target, like):
+    for where in sorted({"cpu", target.device}):
+        stage = Graphs(like, target)
+        for lengths in (FIRST, SMALLER, LARGER_KEYS, FIRST):
+            inputs = stage.make(*lengths, on_host=where == "cpu")
+            stage.plan(inputs)
+            stage.check_run(inputs)
+            arrays = {"qo_indptr_buf": inputs.qo_indptr, "kv_indptr_buf": inputs.kv_indptr}
+            if like.paged:
+                arrays["paged_kv_indptr_buf"] = arrays.pop("kv_indptr_buf")
+                arrays["paged_kv_indices_buf"] = inputs.indices
+                arrays["paged_kv_last_page_len_buf"] = inputs.last_page_len
+            for name, given in arrays.items():
+                buffer = stage.buffers[name]
+                assert torch.equal(buffer[: given.numel()].cpu(), given.cpu()), name
+                assert getattr(stage.wrapper, f"_{name}").data_ptr() == buffer.data_ptr()
+                given.fill_(-1)
+            stage.check_run(inputs)
 
 
 @pytest.mark.parametrize("begin", [1, 60], ids=["inside", "over_256_bytes"])
@@ -162,27 +149,27 @@ def test_the_buffers_themselves_as_arguments(target):
     stage.check_run(inputs)
 
 
-@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
-def test_page_indices_in_their_buffer(target, on_host):
+def test_page_indices_in_their_buffer(target):
     """plan() copies no entries after the last request's pages, for which there may be no room.
     run() reads the buffer, where engines may write other pages on the device."""
-    stage = Graphs(PAGED, target)
-    inputs = stage.make(*FIRST, on_host=on_host)
-    spare = torch.full((2 * stage.limits.pages,), -1).to(inputs.indices)
-    stage.plan(dataclasses.replace(inputs, indices=torch.cat([inputs.indices, spare])))
-    stage.check_run(inputs)
-    buffer = stage.buffers["paged_kv_indices_buf"]
-    assert set(buffer[inputs.indices.numel() :].tolist()) == {-7}
-    page, free = int(inputs.indices[2]), stage.limits.pages - 1
-    for pool in (stage.k, stage.v):
-        pool[free] = pool[page]
-        pool[page] = float("nan")
-    buffer[2] = free
-    stage.run()
-    stage.check(inputs)
+    for where in sorted({"cpu", target.device}):
+        stage = Graphs(PAGED, target)
+        inputs = stage.make(*FIRST, on_host=where == "cpu")
+        spare = torch.full((2 * stage.limits.pages,), -1).to(inputs.indices)
+        stage.plan(dataclasses.replace(inputs, indices=torch.cat([inputs.indices, spare])))
+        stage.check_run(inputs)
+        buffer = stage.buffers["paged_kv_indices_buf"]
+        assert set(buffer[inputs.indices.numel() :].tolist()) == {-7}
+        page, free = int(inputs.indices[2]), stage.limits.pages - 1
+        for pool in (stage.k, stage.v):
+            pool[free] = pool[page]
+            pool[page] = float("nan")
+        buffer[2] = free
+        stage.run()
+        stage.check(inputs)
 
 
-@CASES
+@BOTH
 def test_lengths_changed_in_the_buffers(target, like, monkeypatch):
     """run() computes the lengths of plan(); PREFLASH_DEBUG=1 refuses buffers that hold others."""
     for debug in ("0", "1"):
@@ -204,14 +191,6 @@ def test_lengths_changed_in_the_buffers(target, like, monkeypatch):
         stage.check_run(inputs)
 
 
-@pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED])
-@pytest.mark.parametrize("like", [PAGED, RAGGED], ids=lambda case: case.name)
-def test_masks_in_their_buffers(target, like, kind):
-    stage = Graphs(dataclasses.replace(like, mask=kind), target, masked=True)
-    stage.check_plans(FIRST, SMALLER)
-    stage.check_plans(FIRST, mask=MaskKind.CAUSAL)  # forgets the mask
-
-
 def test_a_dense_mask_in_the_storage_of_its_buffer(target):
     """The buffer begins in the dense mask, so that bits would overwrite what is not packed yet."""
     stage = Graphs(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM_UINT8), target, masked=True)
@@ -221,6 +200,7 @@ def test_a_dense_mask_in_the_storage_of_its_buffer(target):
     stage.wrapper = with_mask_buffer(stage, target, whole[16:])
     stage.plan(dataclasses.replace(inputs, custom_mask=dense))
     stage.check_run(inputs)
+    stage.check_plans(FIRST, mask=MaskKind.CAUSAL)  # forgets the mask
 
 
 # --- Captured runs -----------------------------------------------------------
@@ -228,51 +208,35 @@ def test_a_dense_mask_in_the_storage_of_its_buffer(target):
 
 @CASES
 def test_a_replay_computes_the_last_plan(target, like, recorder):
-    """The smallest capture, of one key, sets no limit on keys."""
+    """The smallest capture, of one key, sets no limit on keys. Two graphs have plan()'s own options
+    and a window of run(); a plan with other options leaves them theirs, with the new lengths."""
     stage = Graphs(like, target, recorder)
-    _, graph = stage.started((35, 0, 0), (1, 0, 0))
+    _, graph = stage.started((40, 0, 0), (1, 0, 0))
+    windowed = stage.capture(lambda: stage.run(window_left=11))
     place = stage.wrapper._int_workspace_buffer.data_ptr()
     batches = [FIRST, SMALLER, LARGER_KEYS, EMPTY, ((35, 0, 0), (1, 90, 0))]
     batches += [((1, 1, 1), (1200, 9, 100))] * like.paged
-    stage.check_plans(*batches, graph=graph)
-    assert stage.wrapper._int_workspace_buffer.data_ptr() == place
-    stage.check_plans(batches[-1])
+    inputs = [stage.make(*lengths) for lengths in batches] + [stage.random(n) for n in range(12)]
+    for number, one in enumerate(inputs):
+        causal = number % 3 != 1
+        stage.plan(one, causal=causal)
+        stage.check_run(one if causal else with_options(one, mask=MaskKind.NONE))
+        stage.check_run(one, graph)
+        stage.check_run(with_options(one, window_left=11), windowed)
+        assert not causal or stage.wrapper._int_workspace_buffer.data_ptr() == place
 
 
-@pytest.mark.parametrize("like", [PAGED, RAGGED, SPLIT], ids=lambda case: case.name)
-def test_random_plans(target, like, recorder):
-    sizes = {"pages": 90} if like.paged else {"tokens": 900}
-    stage = Graphs(like, target, recorder, Limits(5, 60, **sizes))
-    _, graph = stage.started((60, 0, 0, 0, 0), (10,) * 5)
-    for seed in range(25):
-        inputs = stage.random(seed)
-        stage.plan(inputs)
-        stage.check_run(inputs, graph)
-
-
-def test_every_captured_variant_is_refreshed(target, recorder):
-    """Two graphs of one wrapper: plan()'s own options, and a window of run()."""
-    stage = Graphs(PAGED, target, recorder)
-    _, graph = stage.started()
-    windowed = stage.capture(lambda: stage.run(window_left=11))
-    for lengths, options in ((SMALLER, {}), (LARGER_KEYS, {}), (FIRST, {"causal": False})):
-        inputs = stage.make(*lengths)
-        stage.plan(inputs, **options)
-        # A plan with other options leaves the graphs theirs, with the new lengths.
-        stage.check_run(with_options(inputs, mask=MaskKind.NONE) if options else inputs)
-        stage.check_run(inputs, graph)
-        stage.check_run(with_options(inputs, window_left=11), windowed)
-
-
-def test_masked_runs_replay_the_next_mask(target, recorder):
+@BOTH
+def test_masked_runs_replay_the_next_mask(target, recorder, like):
     """A capture with a mask needs one in every plan, and a capture without one takes none."""
-    stage = Graphs(MASKED, target, recorder, masked=True)
+    masked = dataclasses.replace(like, mask=MaskKind.CUSTOM)
+    stage = Graphs(masked, target, recorder, masked=True)
     _, graph = stage.started()
     for mask in (MaskKind.CUSTOM, MaskKind.PACKED):
         stage.check_plans(SMALLER, LARGER_KEYS, FIRST, graph=graph, mask=mask)
     with pytest.raises(ValueError, match=r"captured a run\(\) with a custom mask"):
         stage.plan(stage.make(*FIRST, mask=MaskKind.CAUSAL))
-    stage = Graphs(PAGED, target, recorder, masked=True)
+    stage = Graphs(like, target, recorder, masked=True)
     inputs, graph = stage.started()
     with pytest.raises(ValueError, match="without one"):
         runner.plan(stage.wrapper, stage.make(*FIRST, mask=MaskKind.CUSTOM))
@@ -361,25 +325,31 @@ def test_masks_through_the_cached_module(target, recorder):
 
 # --- Refusals ----------------------------------------------------------------
 
-REFUSED = {
-    "more requests": (((1,) * 4, (9,) * 4), r"batch size is fixed.* 3"),
-    "fewer requests": (((1,) * 2, (9,) * 2), r"batch size is fixed.* 3"),
-    "more rows": (((30, 6, 0), (100, 90, 7)), r"qo_indptr\[-1\] - qo_indptr\[0\] = 36.* 35"),
-    "more pages": (((1, 1, 1), (1000, 480, 40)), "paged_kv_indices_buf has room for 93"),
-}
+REFUSED = [
+    (((1,) * 4, (9,) * 4), r"batch size is fixed.* 3"),
+    (((1,) * 2, (9,) * 2), r"batch size is fixed.* 3"),
+    (((30, 6, 0), (100, 90, 7)), r"qo_indptr\[-1\] - qo_indptr\[0\] = 36.* 35"),
+    (((1, 1, 1), (1000, 480, 40)), "paged_kv_indices_buf has room for 93"),
+]
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("lengths", "match"), REFUSED.values(), ids=REFUSED)
-def test_refused_growth(target, lengths, match, captured, recorder):
+def test_refused_growth(target, captured, recorder):
+    """The attributes are those that engines read. A refused first plan sets no limit of rows."""
     stage = Graphs(PAGED, target, recorder)
-    inputs = stage.make(*FIRST)
+    inputs, wrapper = stage.make(*FIRST), stage.wrapper
+    assert wrapper.is_cuda_graph_enabled is wrapper._use_cuda_graph is True
+    with pytest.raises(ValueError, match="window_left"):
+        runner.plan(wrapper, stage.make((1, 0, 0), (9, 9, 9)), window_left=-3)
+    assert (wrapper._fixed_batch_size, wrapper._max_total_num_rows) == (3, None)
     stage.plan(inputs)
     graph = stage.capture() if captured else None
-    with pytest.raises(ValueError, match=match):
-        runner.plan(stage.wrapper, stage.make(*lengths))
-    stage.check_run(inputs, graph)
-    assert stage.wrapper._max_total_num_rows == 35
+    for lengths, match in REFUSED:
+        with pytest.raises(ValueError, match=match):
+            runner.plan(wrapper, stage.make(*lengths))
+        stage.check_run(inputs, graph)
+    assert (wrapper._batch_size, wrapper._max_total_num_rows) == (3, 35)
+    assert wrapper._custom_mask_buf is None
 
 
 def test_captures_set_limits(target, recorder):
@@ -432,39 +402,36 @@ def test_copies_and_workspaces_of_a_captured_wrapper(target, recorder):
 
 
 def test_masks_need_room(target):
-    stage = Graphs(MASKED, target)
-    with pytest.raises(ValueError, match="needs custom_mask_buf"):
-        stage.plan(stage.make(*FIRST))
     stage = Graphs(MASKED, target, masked=True)
     whole = stage.buffers["custom_mask_buf"]
-    for size in (431, 439, 440):  # 375 + 57 bytes are needed, and 8 after them
-        other = with_mask_buffer(stage, target, whole[:size])
-        if size == 440:
-            runner.plan(other, stage.make(*FIRST))
-            continue
-        match = rf"custom_mask_buf has {size} bytes; .* 432, .* 8 bytes"
+    refused = {None: "needs custom_mask_buf"}  # 375 + 57 bytes are needed, and 8 after them
+    for size in (431, 439):
+        refused[size] = rf"custom_mask_buf has {size} bytes; .* 432, .* 8 bytes"
+    for size, match in refused.items():
+        wrapper = with_mask_buffer(stage, target, None if size is None else whole[:size])
         with pytest.raises(ValueError, match=match):
-            runner.plan(other, stage.make(*FIRST))
+            runner.plan(wrapper, stage.make(*FIRST))
+    runner.plan(with_mask_buffer(stage, target, whole[:440]), stage.make(*FIRST))
 
 
 # --- Interrupts --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_plan_interrupted_anywhere(target, recorder, repeated, monkeypatch):
+def test_a_plan_interrupted_anywhere(target, recorder, repeated):
     """An interrupted plan() leaves the old plan, the new one or none, never a part of one. On the
     CPU nothing interrupts a plan that C++ makes by itself."""
-    if not repeated:
-        monkeypatch.setattr(_core, "plan_again", lambda *given: False)
+    options = {} if repeated else {"non_blocking": True}  # unlike those of the plan before
     stage = Graphs(PAGED, target, recorder)
     old, new = stage.make(*FIRST, 1), stage.make(*SMALLER, 2)
     stage.plan(old)
     graph = stage.capture()
+    expected = {"old": (old, reference(old)), "new": (new, reference(new))}
     step, ended, ends = 0, False, {"old": 0, "new": 0, "none": 0}
     while not ended:
         stage.plan(old)
         before = stage.wrapper._plan
-        ended = not interrupted(lambda: runner.plan(stage.wrapper, new), step)
+        ended = not interrupted(lambda: runner.plan(stage.wrapper, new, **options), step)
         after = stage.wrapper._plan
         which = "old" if after is before else "none" if after.request is None else "new"
         ends[which] += 1
@@ -474,7 +441,10 @@ def test_a_plan_interrupted_anywhere(target, recorder, repeated, monkeypatch):
             if ends["none"] == 1:
                 stage.check_plans(SMALLER, FIRST, graph=graph)
         else:
-            stage.check_run(old if which == "old" else new, graph)
+            inputs, result = expected[which]
+            stage.load(inputs)
+            graph.replay()
+            stage.check(inputs, expected=result)
         step += 5
     with pytest.raises(ValueError, match="36"):  # the limit of rows is as before
         runner.plan(stage.wrapper, stage.make((36, 0, 0), (9, 9, 9)))

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from planned_cases import planned
+from planned_cases import check_run, planned, tensors
 from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 
@@ -18,6 +18,7 @@ OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=
 # More requests and more tiles, so that the old plan's buffer is too small for its work list.
 NEW = dataclasses.replace(OLD, qo_lens=(64,) * 40 + (300,), kv_lens=(200,) * 40 + (900,))
 RAGGED = (dataclasses.replace(OLD, page_size=0), dataclasses.replace(NEW, page_size=0))
+SHORT = dataclasses.replace(OLD, qo_lens=(3,) * 20, kv_lens=(20,) * 20)
 # Page indices so many that they have memory of their own; see test_page_lists.py.
 MANY = Case("many", (2, 3), (9000, 8000), 2, 1, 64, page_size=1, mask=MaskKind.CAUSAL)
 MORE = dataclasses.replace(MANY, qo_lens=(1, 4, 2), kv_lens=(20_000, 7, 20_000))
@@ -117,12 +118,12 @@ def test_plan_interrupted_anywhere(target, cases, given_int_buffer, plans_before
 def test_other_calls_interrupted_anywhere(target, name):
     inputs, wrapper = planned(RAGGED[0], target)
     expected, memory, step = results(wrapper, inputs), ints(target), 0
+    arguments, options = (runner.workspace(target.device), memory), {}
+    if name == "forward":
+        arguments = (inputs.q, inputs.k, inputs.v)
+        options = {"causal": True, "window_left": 3}
     while True:
-        _, wrapper = planned(RAGGED[0], target)
-        arguments, options = (runner.workspace(target.device), memory), {}
-        if name == "forward":
-            arguments = (inputs.q, inputs.k, inputs.v)
-            options = {"causal": True, "window_left": 3}
+        wrapper = runner.planned(inputs, backend=target.backend, size=1 << 20)
         if not interrupted(functools.partial(getattr(wrapper, name), *arguments, **options), step):
             break
         check_equal(wrapper, inputs, expected)
@@ -130,13 +131,11 @@ def test_other_calls_interrupted_anywhere(target, name):
     assert step > 100
 
 
-@pytest.mark.parametrize("runs_before", [0, 2])
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_plans_during_a_run(monkeypatch, page_size, runs_before):
+def test_plans_during_a_run(monkeypatch, page_size):
     """A plan made during a run, as by a signal handler or another thread, leaves the run on the
     plan that it began with."""
-    many = dataclasses.replace(NEW, qo_lens=(3,) * 20, kv_lens=(20,) * 20)
-    old, new = (build(dataclasses.replace(case, page_size=page_size)) for case in (OLD, many))
+    old, new = (build(dataclasses.replace(case, page_size=page_size)) for case in (OLD, SHORT))
     handlers = []
 
     def num_threads():
@@ -147,14 +146,13 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
 
     monkeypatch.setattr(backends.CpuBackend, "num_threads", staticmethod(num_threads))
     wrapper = runner.make_wrapper(old.case, backend="cpu")
-    tensors = (old.q, (old.k, old.v)) if page_size else (old.q, old.k, old.v)
-    for _ in range(2):
+    for runs_before in (0, 0, 2, 2):
         runner.plan(wrapper, new)
         runner.plan(wrapper, old)
         for _ in range(runs_before):
-            wrapper.run(*tensors)
+            wrapper.run(*tensors(old))
         handlers[:] = [lambda: runner.plan(wrapper, new)] * 3
-        runner.compare(old, wrapper.run(*tensors), None).check()
+        runner.compare(old, wrapper.run(*tensors(old)), None).check()
         runner.compare(new, *results(wrapper, new)).check()
 
 
@@ -163,17 +161,17 @@ def test_plans_during_a_run(monkeypatch, page_size, runs_before):
 
 def test_a_copy_plans_for_itself(target):
     inputs, wrapper = planned(OLD, target)
-    other = build(NEW, device=target.device)
+    other = build(SHORT, device=target.device)
     expected = results(wrapper, inputs)
     twin = copy.copy(wrapper)
     check_equal(twin, inputs, expected)
     for _ in range(3):
         runner.plan(twin, other)
-        runner.compare(other, *runner.run(twin, other)).check()
+        check_run(other, twin)
         check_equal(wrapper, inputs, expected)
     for one in (other, inputs):
         runner.plan(wrapper, one)
-    runner.compare(other, *runner.run(twin, other)).check()
+    check_run(other, twin)
 
 
 def test_a_plan_that_was_copied_ends_with_its_copies(target):
@@ -183,7 +181,7 @@ def test_a_plan_that_was_copied_ends_with_its_copies(target):
     runner.plan(wrapper, inputs)
     gc.collect()
     assert plan() is not None
-    runner.compare(inputs, *runner.run(twin, inputs)).check()
+    check_run(inputs, twin)
     runner.plan(twin, inputs)
     gc.collect()
     assert plan() is None

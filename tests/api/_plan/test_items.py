@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import planned
+from planned_cases import check_run, planned
 from preflash.testing import Case, MaskKind, Position, runner
 
 # 17 tokens of prefix, two items between delimiters; 12, some of them before the queries.
@@ -17,7 +17,6 @@ PAGED = Case(
     "items", (37, 11), (54, 29), 4, 2, 64, dtype=torch.float16, mask=MaskKind.CUSTOM, page_size=5
 )
 RAGGED = dataclasses.replace(PAGED, page_size=0)
-CASES = pytest.mark.parametrize("case", [PAGED, RAGGED], ids=["paged", "ragged"])
 
 
 def mask_of(request: int, rows: int, keys: int) -> torch.Tensor:
@@ -56,22 +55,16 @@ def made(case: Case, target):
     return inputs, wrapper
 
 
-def check(wrapper, inputs) -> None:
-    runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-
-
-@pytest.mark.parametrize("kind", [torch.uint16, torch.int32], ids=["device", "host-int32"])
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"page_size": 0}, {"position": Position.ROPE}, {"window_left": 9}, {"soft_cap": 30.0}],
     ids=["paged", "ragged", "rope", "window", "cap"],
 )
-def test_items(target, changes, causal, kind):
+def test_items(target, changes):
     inputs, wrapper = made(dataclasses.replace(PAGED, **changes), target)
-    given = items("cpu" if kind is torch.int32 else target.device, kind)
-    runner.plan(wrapper, inputs, causal=causal, **given)
-    check(wrapper, inputs)
+    for causal, given in ((False, items(target.device)), (True, items("cpu", torch.int32))):
+        runner.plan(wrapper, inputs, causal=causal, **given)
+        check_run(inputs, wrapper)
 
 
 def test_tokens_after_the_last_position_are_delimiters(target):
@@ -81,7 +74,7 @@ def test_tokens_after_the_last_position_are_delimiters(target):
     runner.plan(wrapper, inputs, **items("cpu") | changed)
     inputs.masks[0][16:, 17:] = False
     inputs.masks[1][10:, 12:] = False
-    check(wrapper, inputs)
+    check_run(inputs, wrapper)
 
 
 def test_a_length_beyond_the_array_takes_no_memory(target):
@@ -89,7 +82,7 @@ def test_a_length_beyond_the_array_takes_no_memory(target):
     first = {name: value[:1] for name, value in items("cpu").items() if name.endswith("ptr")}
     first["token_pos_in_items_ptr"] = torch.tensor(IN_ITEMS[0])
     runner.plan(wrapper, inputs, **first, token_pos_in_items_len=2**31 - 1)
-    check(wrapper, inputs)
+    check_run(inputs, wrapper)
 
 
 def test_a_graph_replays_other_items(target, recorder):
@@ -107,7 +100,7 @@ def test_a_graph_replays_other_items(target, recorder):
     stage.check(inputs)
 
 
-@CASES
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=["paged", "ragged"])
 def test_attributes_show_the_arrays(target, case):
     inputs, wrapper = made(case, target)
     given = items(target.device)

@@ -5,7 +5,9 @@ import dataclasses
 import preflash
 import pytest
 import torch
+from bounds import bounds_of
 from graph_stage import Limits, Stage, capture
+from planned_cases import check_run
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
@@ -43,18 +45,17 @@ OPTIONS = {
     "head_dim 256": {"head_dim": 256},
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+WITH_OPTIONS = [
+    pytest.param(dataclasses.replace(case, **options), id=f"{case.name}-{name}")
+    for case in (PAGED, CASES["many keys"])
+    for name, options in OPTIONS.items()
+]
 
 
 def runs_of(case: Case) -> tuple[tuple[int, ...], ...]:
     if case.kv_lens == BOUNDS:
         return RUNS
     return case.kv_lens, (0, 517), (299, 2), tuple(map(min, case.kv_lens, (1700, 901)))
-
-
-def bounds_of(inputs) -> dict:
-    """Returns options of plan(), with the lengths that its runs read."""
-    lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32, device=inputs.q.device)
-    return {"seq_lens": lens, "lengths_are_upper_bounds": True}
 
 
 def bounded(inputs, target, **options):
@@ -68,11 +69,10 @@ def now(inputs, lens, kv_lens):
     """Sets the lengths. Returns the inputs with NaN in all keys after them, and the results."""
     lens.copy_(torch.tensor(kv_lens))
     case, parts = inputs.case, []
-    for i, length in enumerate(kv_lens):
-        one = inputs.request(i)
-        parts.append(attend(one.q, one.k[:length], one.v[:length], inputs.pipeline))
     inputs = dataclasses.replace(inputs, k=inputs.k.clone(), v=inputs.v.clone())
     for i, (length, bound) in enumerate(zip(kv_lens, case.kv_lens, strict=True)):
+        one = inputs.request(i)
+        parts.append(attend(one.q, one.k[:length], one.v[:length], inputs.pipeline))
         after = torch.arange(length, bound, device=lens.device)
         for t in (inputs.k, inputs.v):
             if case.paged:
@@ -86,15 +86,13 @@ def now(inputs, lens, kv_lens):
     return inputs, concatenate(parts)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@every_case
-def test_numbers_of_keys_at_the_time_of_a_run(target, case, options):
-    inputs = build(dataclasses.replace(case, **options), device=target.device)
+@pytest.mark.parametrize("case", [*CASES.values(), *WITH_OPTIONS])
+def test_numbers_of_keys_at_the_time_of_a_run(target, case):
+    inputs = build(case, device=target.device)
     wrapper, lens = bounded(inputs, target)
-    for kv_lens in runs_of(inputs.case):
+    for kv_lens in runs_of(case):
         given, expected = now(inputs, lens, kv_lens)
-        out, lse = runner.run(wrapper, given)
-        runner.compare(given, out, lse, expected).check()
+        check_run(given, wrapper, expected)
 
 
 @every_case
@@ -109,7 +107,7 @@ def test_the_bounds_as_lengths_are_an_ordinary_plan(target, case):
         assert all(map(torch.equal, runner.run(wrapper, inputs), wanted))
     given, expected = now(inputs, lens, [0] * case.batch_size)
     lens.fill_(-3)
-    runner.compare(given, *runner.run(wrapper, given), expected).check()
+    check_run(given, wrapper, expected)
 
 
 @pytest.mark.parametrize("case", [PAGED, RAGGED, FEW], ids=lambda case: case.name)
@@ -121,9 +119,7 @@ def test_options_of_a_run(target, case):
         windowed = dataclasses.replace(case, window_left=window)
         of_the_run = dataclasses.replace(inputs, case=windowed, sinks=of_run)
         given, expected = now(of_the_run, lens, runs_of(case)[-1])
-        options = {} if window < 0 else {"window_left": window}
-        out, lse = runner.run(wrapper, given, **options)
-        runner.compare(given, out, lse, expected).check()
+        check_run(given, wrapper, expected, **{} if window < 0 else {"window_left": window})
 
 
 def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
@@ -168,33 +164,30 @@ def table(inputs) -> tuple:
 SIZES = (4, 2, 64, 16)
 
 
-@pytest.mark.parametrize("batches", [False, True], ids=["one prefill", "batches"])
-def test_pod(target, batches):
+@pytest.mark.parametrize("kind", ["POD", "BatchPOD"])
+def test_prefill_beside_decode(target, kind):
     """The decode side of one prefill, and both sides of batches."""
     prefill = dataclasses.replace(PAGED, qo_lens=(70, 9), kv_lens=(200, 40))
     decode = dataclasses.replace(DECODE, num_qo_heads=4)
     p, d = (build(case, device=target.device) for case in (prefill, decode))
-    bounds, options = [bounds_of(x) for x in (p, d)], {"q_data_type": DECODE.dtype}
-    kind = "Batch" * batches + "PODWithPagedKVCacheWrapper"
-    pod = getattr(preflash, kind)(runner.workspace(target.device), backend=target.backend)
-    lens = [one["seq_lens"] for one in bounds]
-    if not batches:
-        pod.plan(*table(d), *SIZES, **options, **bounds[1])
-        given, expected = now(d, lens[1], RUNS[3])
+    make = getattr(preflash, f"{kind}WithPagedKVCacheWrapper")
+    pod = make(runner.workspace(target.device), backend=target.backend)
+    lens_p, lens_d = (bounds_of(x)["seq_lens"] for x in (p, d))
+    options = {"q_data_type": DECODE.dtype, "lengths_are_upper_bounds": True}
+    if kind == "POD":
         one = p.request(0)
-        out_p, of_d = pod.run(one.q, one.k, one.v, given.q, given.cache, return_lse_d=True)
-        runner.compare(given, *of_d, expected).check()
-        alone = dataclasses.replace(p.pipeline, causal=False)
-        runner.compare(p, out_p, None, attend(one.q, one.k, one.v, alone)).check()
-        return
-    arrays = [array for x in (p, d) for array in (x.qo_indptr, *table(x))]
-    options |= {"seq_lens_p": lens[0], "seq_lens_d": lens[1], "lengths_are_upper_bounds": True}
-    pod.plan(*arrays, *SIZES, **options)
-    sides = [now(p, lens[0], (133, 2)), now(d, lens[1], RUNS[3])]
-    tensors = [tensor for given, _ in sides for tensor in (given.q, given.cache)]
-    results = pod.run(*tensors, causal_p=True, return_lse=True)
-    for (given, expected), result in zip(sides, results, strict=True):
-        runner.compare(given, *result, expected).check()
+        pod.plan(*table(d), *SIZES, **options, seq_lens=lens_d)
+        d, expected_d = now(d, lens_d, RUNS[3])
+        out_p, of_d = pod.run(one.q, one.k, one.v, d.q, d.cache, causal_p=True, return_lse_d=True)
+        expected_p = attend(one.q, one.k, one.v, p.pipeline)
+        runner.compare(p, out_p, None, expected_p).check()
+    else:
+        arrays = [array for x in (p, d) for array in (x.qo_indptr, *table(x))]
+        pod.plan(*arrays, *SIZES, **options, seq_lens_p=lens_p, seq_lens_d=lens_d)
+        (p, expected_p), (d, expected_d) = now(p, lens_p, (133, 2)), now(d, lens_d, RUNS[3])
+        of_p, of_d = pod.run(p.q, p.cache, d.q, d.cache, causal_p=True, return_lse=True)
+        runner.compare(p, *of_p, expected_p).check()
+    runner.compare(d, *of_d, expected_d).check()
 
 
 @pytest.mark.parametrize("as_table", [False, True])
@@ -219,10 +212,11 @@ def test_a_shared_prefix(target, kind):
     inputs = build(case, device=target.device)
     make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
     wrapper, bounds = make(runner.workspace(target.device)), bounds_of(inputs)
-    arrays, types = table(inputs), {"data_type": case.dtype}
     if kind == "Prefill":
-        arrays, types = (inputs.qo_indptr, *arrays), {"q_data_type": case.dtype}
-    wrapper.begin_forward(*arrays, *SIZES, **types, **bounds)
+        arrays = (inputs.qo_indptr, *table(inputs))
+        wrapper.begin_forward(*arrays, *SIZES, q_data_type=case.dtype, **bounds)
+    else:
+        wrapper.begin_forward(*table(inputs), *SIZES, data_type=case.dtype, **bounds)
     k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
     given, _ = now(inputs, bounds["seq_lens"], RUNS[3])
     out = wrapper.forward(given.q, k, v, given.cache)

@@ -13,6 +13,7 @@ DECODE = Case("decode", (1,) * 5, (90, 0, 17, 1, 1333), 8, 2, 128, page_size=16)
 PREFILLS = Case(
     "prefills", (37, 0, 150, 5), (100, 9, 150, 300), 8, 2, 128, page_size=16, mask=MaskKind.CAUSAL
 )
+BOTH, BATCHES = (PREFILL, DECODE), (PREFILLS, DECODE)
 
 
 def alike(pair: tuple[Case, Case], **changes) -> tuple[Case, Case]:
@@ -22,10 +23,10 @@ def alike(pair: tuple[Case, Case], **changes) -> tuple[Case, Case]:
 class Pod:
     """PODWithPagedKVCacheWrapper with inputs of a prefill and of a decode batch."""
 
-    make = preflash.PODWithPagedKVCacheWrapper
+    make, pair = preflash.PODWithPagedKVCacheWrapper, BOTH
 
-    def __init__(self, target, pair=(PREFILL, DECODE), **options):
-        self.target, self.device = target, target.device
+    def __init__(self, target, pair=None, **options):
+        self.device, pair = target.device, pair or self.pair
         self.prefill, self.decode = (self.built(case, seed) for seed, case in enumerate(pair))
         self.workspace = runner.workspace(self.device)
         layout = pair[1].layout
@@ -102,10 +103,7 @@ class Pod:
 class BatchPod(Pod):
     """BatchPODWithPagedKVCacheWrapper with inputs of a prefill batch and of a decode batch."""
 
-    make = preflash.BatchPODWithPagedKVCacheWrapper
-
-    def __init__(self, target, pair=(PREFILLS, DECODE), **options):
-        super().__init__(target, pair, **options)
+    make, pair = preflash.BatchPODWithPagedKVCacheWrapper, BATCHES
 
     def arrays(self) -> list[torch.Tensor]:
         names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")

@@ -22,7 +22,6 @@ SMALL = (
 def pod(target, request):
     """Batch-invariant sides are two launches."""
     made = Pod(target, SMALL)
-    made.prefill.k, made.prefill.v = made.prefill.k[:KEYS], made.prefill.v[:KEYS]
     made.invariant = request.param
     made.plan(batch_invariant=made.invariant)
     return made
@@ -100,71 +99,47 @@ def test_run(pod, argument, value, error, says):
     check_refusal(pod, {argument: changed[argument]}, error, says)
 
 
-def rows_of(pod, count: int):
-    return torch.zeros(count, HEADS, HEAD_DIM, dtype=torch.float16, device=pod.device)
+def fresh(pod):
+    return torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=torch.float16, device=pod.device)
 
 
-def on_q(pod):
-    memory = rows_of(pod, ROWS + 2)
-    return {"out_p": memory[:ROWS], "q_d": memory[:2]}
+def beginning(memory, name: str):
+    """Returns a tensor for the argument at the beginning of other memory."""
+    dims, dtype = (ROWS if name.endswith("_p") else 2, HEADS), torch.float32
+    if not name.startswith("lse"):
+        dims, dtype = (*dims, HEAD_DIM), torch.float16
+    return memory.view(-1).view(dtype)[: math.prod(dims)].view(dims)
 
 
-def on_each_other(pod):
-    memory = rows_of(pod, ROWS + 2)
-    return {"out_p": memory[:ROWS], "out_d": memory[ROWS - 1 : ROWS + 1]}
-
-
-def lse_on_out(pod):
-    memory = rows_of(pod, ROWS)
-    return {"out_d": memory[:2], **on("lse_p", lambda _: memory)(pod)}
-
-
-def on(name: str, memory):
-    """Puts an output at the beginning of other memory."""
-
-    def place(pod):
-        dims = (ROWS if name.endswith("_p") else 2, HEADS)
-        of_lse = name.startswith("lse")
-        dims, dtype = (dims, torch.float32) if of_lse else ((*dims, HEAD_DIM), torch.float16)
-        size = math.prod(dims)
-        return {name: memory(pod).view(-1).view(dtype)[:size].view(dims)}
-
-    return place
-
-
+# Arguments at the beginning of one memory, and both sides of the message.
 SHARED = [
-    (on_each_other, "prefill side's out shares memory with decode side's out"),
-    (on_q, "prefill side's out shares memory with decode side's q"),
-    (lse_on_out, "prefill side's lse shares memory with decode side's out"),
-    *(
-        (on(name, memory), f"{output} shares memory with {other}")
-        for name, output, memory, other in (
-            ("out_p", "prefill side's out", lambda pod: pod.decode.k, "decode side's k"),
-            ("out_d", "decode side's out", lambda pod: pod.prefill.v, "prefill side's v"),
-            ("out_d", "decode side's out", lambda pod: pod.prefill.q, "prefill side's q"),
-            ("out_d", "decode side(: |'s )out", lambda pod: pod.decode.k, ""),
-            ("lse_d", "decode side's lse", lambda pod: pod.prefill.q, "prefill side's q"),
-            ("out_p", "prefill side's out", lambda pod: pod.workspace, "float_workspace_buffer"),
-            ("out_d", "decode side's out", lambda pod: pod.workspace, "float_workspace_buffer"),
-        )
-    ),
+    (("out_p", "out_d"), fresh, "prefill side's out", "decode side's out"),
+    (("out_p", "q_d"), fresh, "prefill side's out", "decode side's q"),
+    (("lse_p", "out_d"), fresh, "prefill side's lse", "decode side's out"),
+    (("out_p",), lambda pod: pod.decode.k, "prefill side's out", "decode side's k"),
+    (("out_d",), lambda pod: pod.prefill.v, "decode side's out", "prefill side's v"),
+    (("out_d",), lambda pod: pod.prefill.q, "decode side's out", "prefill side's q"),
+    (("out_d",), lambda pod: pod.decode.k, "decode side(: |'s )out", ""),
+    (("lse_d",), lambda pod: pod.prefill.q, "decode side's lse", "prefill side's q"),
+    (("out_p",), lambda pod: pod.workspace, "prefill side's out", "float_workspace_buffer"),
+    (("out_d",), lambda pod: pod.workspace, "decode side's out", "float_workspace_buffer"),
 ]
 
 
-@pytest.mark.parametrize(("place", "says"), SHARED)
-def test_memory_that_outputs_share(pod, place, says):
-    check_refusal(pod, place(pod), ValueError, says)
+@pytest.mark.parametrize(("names", "memory", "output", "other"), SHARED)
+def test_memory_that_outputs_share(pod, names, memory, output, other):
+    given = memory(pod)
+    changed = {name: beginning(given, name) for name in names}
+    check_refusal(pod, changed, ValueError, f"{output} shares memory with {other}")
 
 
-@pytest.mark.parametrize("runs_before", [0, 2])
-def test_tensors_that_require_grad(pod, runs_before):
-    """Inputs are refused, and so are outputs, whose old values autograd would use."""
-    for _ in range(runs_before):
-        pod.run()
+def test_tensors_that_require_grad(pod):
+    """Inputs are refused, and so are outputs, whose old values autograd would use; before and after
+    runs that passed every check."""
     given = {**pod.tensors(), **pod.outputs()}
     given["paged_kv_cache_d"] = torch.stack((pod.decode.k, pod.decode.v), 1)
     outputs = {name: given[name] for name in pod.outputs()}
-    for name, value in given.items():
+    for name, value in [*given.items()] * 2:
         side = "prefill" if name.endswith("_p") else "decode"
         leaf = {name: value.clone().requires_grad_()}
         for output in outputs.values():
@@ -197,17 +172,10 @@ def test_parts_of_one_tensor_are_apart(pod):
 
 
 def test_options_may_be_repeated(pod):
-    repeated = {
-        "causal_d": True,
-        "kv_layout_d": "NHD",
-        "pos_encoding_mode_d": "NONE",
-        "rope_scale_d": 1.0,
-        "rope_theta_d": 1e4,
-        "use_fp16_qk_reduction": True,
-        "enable_pdl": True,
-    }
-    pod.check(sm_scale_d=0.3, window_left_d=-1, **repeated)
-    pod.check(sm_scale_d=torch.tensor([0.3]), window_left_d=torch.tensor(-1), **repeated)
+    options = {"kv_layout_d": "NHD", "pos_encoding_mode_d": "NONE", "causal_d": True}
+    options |= {"rope_scale_d": 1.0, "rope_theta_d": 1e4, "use_fp16_qk_reduction": True}
+    for scale, window_left in ((0.3, -1), (torch.tensor([0.3]), torch.tensor(-1))):
+        pod.check(sm_scale_d=scale, window_left_d=window_left, enable_pdl=True, **options)
     assert pod.wrapper.launches == 2 or not pod.invariant
 
 

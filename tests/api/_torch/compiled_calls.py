@@ -23,13 +23,10 @@ DECODE = Case("decode", (1, 1, 1), (40, 90, 7), 4, 2, 64, page_size=4)
 @dataclasses.dataclass
 class Call:
     name: str
-    operators: set[str]  # what a graph of the call holds
+    operators: str  # what a graph of the call holds
     tensors: list[torch.Tensor]
     function: Callable[..., Any]
     written: tuple[int, ...] = ()  # which tensors the function writes
-
-    def __post_init__(self):
-        self.operators = set(self.operators.split())
 
     def fresh(self) -> list[torch.Tensor]:
         """Returns the tensors, with copies of those that are written."""
@@ -42,8 +39,7 @@ def paged(target) -> Iterator[Call]:
     forward, with_lse = wrapper.forward, wrapper.forward_return_lse
     window = {"window_left": 9, "v_scale": 0.5, "q_scale": 2}
     options = {"causal": True, "sm_scale": 0.3, "logits_soft_cap": 9}
-    yield Call("paged", "run", qkv, lambda q, k, v: wrapper.run(q, (k, v)))
-    yield Call("window", "run", qkv, lambda q, k, v: wrapper.run(q, (k, v), **window))
+    yield Call("paged", "run", qkv, lambda q, k, v: wrapper.run(q, (k, v), **window))
     yield Call("forward", "forward", qkv, lambda q, k, v: forward(q, (k, v), **options))
     yield Call(
         "forward_lse", "forward_return_lse", qkv, lambda q, k, v: with_lse(q, (k, v), window_left=7)
@@ -77,13 +73,9 @@ def ragged(target) -> Iterator[Call]:
         return wrapper.run(q, k, v, lse=lse, lse_layout="HN"), lse * 1
 
     yield Call("ragged", "run", qkv, lambda q, k, v: wrapper.run(q, k, v))
-    yield Call("lse", "run_return_lse", qkv, lambda q, k, v: wrapper.run_return_lse(q, k, v))
-    yield Call(
-        "lse_layout", "run_return_lse", qkv, lambda q, k, v: wrapper.run(q, k, v, True, **by_head)
-    )
+    yield Call("lse", "run_return_lse", qkv, lambda q, k, v: wrapper.run(q, k, v, True, **by_head))
     yield Call("into", "run_into", [*qkv, out, lse], into_both, (3, 4))
     yield Call("into_q", "run_into", qkv, into_q)
-    yield Call("into_out", "run_into", [*qkv, out], lambda *t: wrapper.run(*t[:3], out=t[3]), (3,))
     yield Call("into_lse", "run_into", [*qkv, lse], into_lse, (3,))
 
 
@@ -182,11 +174,10 @@ def masks(target) -> Iterator[Call]:
 
 
 def pages(target) -> Iterator[Call]:
-    indptr, last, indices, appended, lengths = (
+    *table, appended = (
         target.to(torch.tensor(numbers).int())
-        for numbers in ([0, 2, 3], [2, 3], [4, 1, 2], [0, 3, 4], [6, 3])
+        for numbers in ([4, 1, 2], [0, 2, 3], [2, 3], [0, 3, 4])
     )
-    positions = preflash.get_batch_indices_positions
     generator = torch.Generator().manual_seed(0)
     key, value, *caches = (
         target.to(torch.randn(shape, generator=generator))
@@ -195,7 +186,7 @@ def pages(target) -> Iterator[Call]:
 
     def append(key, value, cache, *table):
         page_lengths = preflash.get_seq_lens(table[1], table[2], 4)
-        places = positions(appended, page_lengths, 4)
+        places = preflash.get_batch_indices_positions(appended, page_lengths, 4)
         preflash.append_paged_kv_cache(key * 2, value, *places, cache, *table)
 
     def append_pair(key, value, k, v, *table):
@@ -210,14 +201,11 @@ def pages(target) -> Iterator[Call]:
         append(key, value, whole, *table)
         return whole + 1
 
-    table, whole = [indices, indptr, last], [key, value, torch.stack(caches, 1)]
-    of_append = "append_paged_kv_cache get_seq_lens get_batch_indices_positions"
-    lens = [appended, lengths]
-    yield Call("seq_lens", "get_seq_lens", [indptr, last], lambda *t: preflash.get_seq_lens(*t, 4))
-    yield Call("positions", "get_batch_indices_positions", lens, lambda *t: positions(*t, 6))
-    yield Call("append", of_append, [key, value, *caches, *table], append_pair, (2, 3))
-    yield Call("append_whole", of_append, [*whole, *table], append_whole, (2,))
-    yield Call("append_halves", of_append, [*whole, *table], append_halves, (2,))
+    whole = [key, value, torch.stack(caches, 1)]
+    operators = "append_paged_kv_cache get_seq_lens get_batch_indices_positions"
+    yield Call("append", operators, [key, value, *caches, *table], append_pair, (2, 3))
+    yield Call("append_whole", operators, [*whole, *table], append_whole, (2,))
+    yield Call("append_halves", operators, [*whole, *table], append_halves, (2,))
 
 
 @functools.cache
@@ -228,13 +216,12 @@ def calls_of(target) -> dict[str, Call]:
 
 
 NAMES = [
-    "paged", "window", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
-    "ragged", "lse", "lse_layout", "into", "into_q", "into_out", "into_lse",
+    "paged", "forward", "forward_lse", "whole_cache", "sinks_and_scale",
+    "ragged", "lse", "into", "into_q", "into_lse",
     "single", "single_lse", "single_mask", "single_into", "single_decode",
     "decode", "sink_wrapper", "cascade", "blocks", "block_sizes",
-    "merge_state", "merge_states", "in_place",
-    "packbits", "segment_packbits",
-    "seq_lens", "positions", "append", "append_whole", "append_halves",
+    "merge_state", "merge_states", "in_place", "packbits", "segment_packbits",
+    "append", "append_whole", "append_halves",
 ]  # fmt: skip
 
 

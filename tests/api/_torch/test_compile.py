@@ -10,11 +10,9 @@ import pytest
 import torch
 from compiled_calls import NAMES, RAGGED, WHOLE, assert_same, calls_of
 from planned_cases import planned
-from preflash.testing import Case, MaskKind, build, reference, runner
+from preflash.testing import Case, MaskKind, build, runner
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
-
-every_call = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +47,17 @@ def check_compiled(call, times=2, **options):
         assert_same(tensors, expected_tensors)
 
 
-def operators_of(call):
-    """Returns the operators, with their arguments, of the one graph that a compiled call is."""
-    graphs = []
+# One call with each operator.
+CHECKED = [
+    "sinks_and_scale", "lse", "into", "forward", "forward_lse", "single_mask", "single_lse",
+    "single_into", "merge_state", "merge_states", "in_place", "packbits", "segment_packbits",
+    "append",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph(target, name):
+    call, graphs = calls_of(target)[name], []
 
     def backend(graph, inputs):
         graphs.append(Operators(graph))
@@ -59,52 +65,33 @@ def operators_of(call):
 
     check_compiled(call, 1, backend=backend)
     (graph,) = graphs
-    return graph.seen
+    assert {operator._opname for operator, _, _ in graph.seen} == set(call.operators.split())
+    for operator, args, kwargs in graph.seen if name in CHECKED else ():
+        torch.library.opcheck(operator, args, kwargs)
 
 
-def test_every_call_is_named(target):
-    assert list(calls_of(target)) == NAMES
-
-
-@every_call
-def test_one_graph(target, name):
-    call = calls_of(target)[name]
-    assert {operator._opname for operator, _, _ in operators_of(call)} == call.operators
-
-
-@every_call
+@pytest.mark.parametrize(
+    "name", ["into", "into_q", "into_lse", "cascade", "blocks", "append_whole"]
+)
 def test_functionalized(target, name):
     """Compilers see a graph without mutation."""
     check_compiled(calls_of(target)[name], backend="aot_eager")
 
 
-@pytest.mark.parametrize("name", ["paged", "into", "cascade", "append_halves", "packbits"])
+@pytest.mark.parametrize("name", ["paged", "into", "append_halves"])
 def test_inductor(target, name):
     check_compiled(calls_of(target)[name])
 
 
-# One call with each operator.
-CHECKED = [
-    "sinks_and_scale", "lse_layout", "into", "forward", "forward_lse", "single_mask", "single_lse",
-    "single_into", "merge_state", "merge_states", "in_place", "packbits", "segment_packbits",
-    "append",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_opcheck(target, name):
-    call = calls_of(target)[name]
-    for operator, args, kwargs in operators_of(call):
-        torch.library.opcheck(operator, args, kwargs)
+def test_every_call_and_operator_is_tested(target):
+    calls = calls_of(target)
+    assert list(calls) == NAMES
+    assert {name for n in CHECKED for name in calls[n].operators.split()} == every_operator()
 
 
 def every_operator():
     names = torch._C._dispatch_get_all_op_names()
     return {n.removeprefix("preflash::") for n in names if n.startswith("preflash::")}
-
-
-def test_opcheck_leaves_none_out(target):
-    assert set().union(*(calls_of(target)[name].operators for name in CHECKED)) == every_operator()
 
 
 def test_cuda_graphs_leave_out_what_a_plan_changes():
@@ -125,24 +112,20 @@ def compiled_layer(backend="aot_eager"):
     return torch.compile(layer, backend=counter, fullgraph=True), counter
 
 
-# The same number of queries; one request without keys, one without queries.
-BATCHES = [((33, 5, 0), (40, 90, 7)), ((20, 18), (0, 17)), ((38,), (1,)), ((1,) * 38, (3,) * 38)]
-OTHER_BATCHES = [*BATCHES, ((50, 60), (80, 70)), ((2,), (900,))]
+# One request without keys, one without queries; four batches with the same number of queries.
+BATCHES = [
+    ((33, 5, 0), (40, 90, 7)), ((20, 18), (0, 17)), ((38,), (1,)), ((1,) * 38, (3,) * 38),
+    ((50, 60), (80, 70)), ((2,), (900,)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("batches", "marked", "compilations"),
-    [
-        (BATCHES, False, 1),  # a plan is seen and compiles nothing
-        (OTHER_BATCHES, True, 1),  # any number of tokens
-        (OTHER_BATCHES, False, 2),  # without a mark: for one token count, then for any
-    ],
-)
+# A plan compiles nothing. Without a mark torch compiles for one token count, then for any.
+@pytest.mark.parametrize(("marked", "compilations"), [(True, 1), (False, 2)])
 @pytest.mark.parametrize("page_size", [0, 4], ids=["ragged", "paged"])
-def test_plans(target, page_size, batches, marked, compilations):
+def test_plans(target, page_size, marked, compilations):
     compiled, counter = compiled_layer()
     wrapper = None
-    for i, (qo_lens, kv_lens) in enumerate(batches):
+    for i, (qo_lens, kv_lens) in enumerate(BATCHES):
         mask = MaskKind.CAUSAL if i % 2 else MaskKind.NONE
         case = Case("plan", qo_lens, kv_lens, 4, 2, 64, page_size=page_size, mask=mask)
         inputs = build(case, device=target.device)
@@ -154,7 +137,7 @@ def test_plans(target, page_size, batches, marked, compilations):
             torch._dynamo.mark_dynamic(t, 0)
         kv = ((k, v),) if page_size else (k, v)
         out, lse = compiled(wrapper, q, *kv, return_lse=True)
-        runner.compare(inputs, out, lse, reference(inputs)).check()
+        runner.compare(inputs, out, lse).check()
     assert counter.frame_count == compilations
 
 
@@ -233,12 +216,11 @@ def test_gradients(target):
             compiled(*tensors)
         with torch.no_grad():
             assert_same(compiled(*tensors), expected)
-    for mode in ("real", "fake", "symbolic"):
+    recorded = [make_fx(call, tracing_mode=mode) for mode in ("real", "fake", "symbolic")]
+    recorded.append(make_fx(call)(*(t.detach() for t in tensors)))
+    for one in recorded:
         with pytest.raises(NotImplementedError, match="forward only"):
-            make_fx(call, tracing_mode=mode)(*tensors)
-    graph = make_fx(call)(*(t.detach() for t in tensors))
-    with pytest.raises(NotImplementedError, match="forward only"):
-        graph(*tensors)
+            one(*tensors)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
@@ -249,12 +231,11 @@ def test_derivatives_of_torch_func(target, transform):
     def loss(q):
         return wrapper.run(q, inputs.k, inputs.v).float().sum()
 
-    recorded = {
-        "inside": lambda q: torch.compile(transform(loss), backend="eager")(q),
-        "outside": lambda q: transform(torch.compile(loss, backend="eager"))(q),
-        "make_fx": lambda q: make_fx(transform(loss))(q),
-    }
-    for call in recorded.values():
+    for call in (
+        torch.compile(transform(loss), backend="eager"),
+        transform(torch.compile(loss, backend="eager")),
+        make_fx(transform(loss)),
+    ):
         torch._dynamo.reset()
         with pytest.raises((NotImplementedError, RuntimeError), match="forward only"):
             call(inputs.q)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from compiled_calls import ONE, RAGGED, as_list, assert_same, calls_of
 from fuzz.guarded import bits
-from planned_cases import planned
+from planned_cases import planned, tensors
 from preflash.testing import Case, KvForm, build, runner
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,9 +43,9 @@ class Entry:
     def with_one(self, change):
         """Yields what each differentiable tensor is called, and the tensors with it changed."""
         for i, name in enumerate(DIFFERENTIABLE[self.name]):
-            tensors = [t.detach() for t in self.fresh()]
-            tensors[i] = change(tensors[i])
-            yield name, tensors
+            given = [t.detach() for t in self.fresh()]
+            given[i] = change(given[i])
+            yield name, given
 
 
 @pytest.fixture(params=DIFFERENTIABLE)
@@ -66,33 +66,27 @@ def dual(t):
     return forward_ad.make_dual(t.detach(), torch.ones_like(t))
 
 
-@pytest.mark.parametrize("runs_before", [0, 2])
-def test_requires_grad(differentiable, runs_before):
-    for _ in range(runs_before):
-        differentiable.call(*differentiable.fresh())
-    for name, tensors in differentiable.with_one(leaf):
-        before = [bits(t.detach()).clone() for t in tensors]
-        says = rf"^{name} requires grad.*forward only.*no_grad.*detach"
-        with pytest.raises(NotImplementedError, match=says):
-            differentiable.call(*tensors)
-        assert all(map(torch.equal, (bits(t.detach()) for t in tensors), before))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(differentiable, mode):
-    for _, tensors in differentiable.with_one(leaf):
-        with mode():
-            differentiable.right(differentiable.call(*tensors))
-    differentiable.right(differentiable.call(*differentiable.fresh()))
+def test_requires_grad(differentiable):
+    """Refused before and after runs that passed every check."""
+    for mode in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        for name, given in differentiable.with_one(leaf):
+            before = [bits(t.detach()).clone() for t in given]
+            says = rf"^{name} requires grad.*forward only.*no_grad.*detach"
+            with pytest.raises(NotImplementedError, match=says):
+                differentiable.call(*given)
+            assert all(map(torch.equal, (bits(t.detach()) for t in given), before))
+            with mode():
+                differentiable.right(differentiable.call(*given))
+        differentiable.right(differentiable.call(*differentiable.fresh()))
 
 
 def test_forward_mode(differentiable):
     with forward_ad.dual_level():
         differentiable.right(differentiable.call(*differentiable.fresh()))
-        for _, tensors in differentiable.with_one(dual):
+        for _, given in differentiable.with_one(dual):
             for mode in (torch.enable_grad, torch.no_grad):
                 with mode(), pytest.raises(NotImplementedError, match=r"tangent.*forward only"):
-                    differentiable.call(*tensors)
+                    differentiable.call(*given)
 
 
 OPTIONS = {
@@ -103,62 +97,55 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("runs_before", [0, 2])
-def test_an_option_that_requires_grad(target, name, runs_before):
+def test_an_option_that_requires_grad(target, name):
     """Autograd would go on with the values of an output that are overwritten."""
     inputs, wrapper = planned(RAGGED, target)
-    tensors = (inputs.q, inputs.k, inputs.v)
-    expected, plain = wrapper.run(*tensors), OPTIONS[name](inputs.q)
-    for _ in range(runs_before):
-        wrapper.run(*tensors, **{name: plain})
+    expected, plain = wrapper.run(*tensors(inputs)), OPTIONS[name](inputs.q)
     value = leaf(torch.ones_like(plain))
-    for wrong in (value, value * 1.0):
-        with pytest.raises(NotImplementedError, match=rf"^{name} requires grad.*forward only"):
-            wrapper.run(*tensors, **{name: wrong})
-    assert bool((value == 1.0).all())
+    for _ in range(3):
+        for wrong in (value, value * 1.0):
+            with pytest.raises(NotImplementedError, match=rf"^{name} requires grad.*forward only"):
+                wrapper.run(*tensors(inputs), **{name: wrong})
+        assert bool((value == 1.0).all())
+        wrapper.run(*tensors(inputs), **{name: plain})
     with torch.no_grad():
-        result = wrapper.run(*tensors, **{name: value})
+        result = wrapper.run(*tensors(inputs), **{name: value})
     assert torch.equal(result.detach(), expected)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"^{name} has a tang"):
-        wrapper.run(*tensors, **{name: dual(plain)})
+        wrapper.run(*tensors(inputs), **{name: dual(plain)})
 
 
-def writes_of_pod(target):
+def writes(name, target):
+    """Returns a call and the caller's tensors that it writes."""
+    if name != "pod":
+        call = calls_of(target)[name]
+        given = call.fresh()
+        return lambda: call.function(*given), [given[i] for i in call.written]
     one, decode = build(ONE, device=target.device), build(DECODE, device=target.device)
     buffer = runner.workspace(target.device)
     wrapper = preflash.PODWithPagedKVCacheWrapper(buffer, backend=target.backend)
     table = (decode.kv_indptr, decode.indices, decode.last_page_len)
     wrapper.plan(*table, 4, 2, 64, 16, q_data_type=one.q.dtype)
-    tensors = (one.q, one.k[:40], one.v[:40], decode.q, decode.cache)
+    sides = (one.q, one.k[:40], one.v[:40], decode.q, decode.cache)
     outputs = {"out_p": torch.empty_like(one.q), "out_d": torch.empty_like(decode.q)}
-    return lambda: wrapper.run(*tensors, **outputs), list(outputs.values())
+    return lambda: wrapper.run(*sides, **outputs), list(outputs.values())
 
 
-def writes(name, target):
-    """Returns a call and the caller's tensors that it writes."""
-    if name == "pod":
-        return writes_of_pod(target)
-    call = calls_of(target)[name]
-    tensors = call.fresh()
-    return lambda: call.function(*tensors), [tensors[i] for i in call.written]
-
-
-@pytest.mark.parametrize("runs_before", [0, 2])
 @pytest.mark.parametrize(
-    "name", ["into", "into_out", "into_lse", "single_into", "in_place", "append_whole", "pod"]
+    "name", ["into", "into_lse", "single_into", "in_place", "append_whole", "pod"]
 )
-def test_saved_tensors_are_not_overwritten_unseen(target, name, runs_before):
+def test_saved_tensors_are_not_overwritten_unseen(target, name):
     """Backward raises for an overwritten saved tensor, as after torch's own in-place operations."""
     call, outputs = writes(name, target)
-    for _ in range(1 + runs_before):
+    for _ in range(3):
         call()
-    for output in outputs:
-        weight = torch.ones_like(output, requires_grad=True)
-        loss = (weight * output).sum()
-        with torch.no_grad():
-            call()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+        for output in outputs:
+            weight = torch.ones_like(output, requires_grad=True)
+            loss = (weight * output).sum()
+            with torch.no_grad():
+                call()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
     with torch.inference_mode():  # whose tensors have no version
         writes(name, target)[0]()
 
@@ -207,19 +194,12 @@ class LoggedFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [lambda: FlopCounterMode(display=False), LoggedOperations, LoggedFunctions],
-    ids=["flops", "dispatch", "function"],
-)
-def test_modes_that_watch(entry, mode):
-    with mode():
-        entry.right(entry.call(*entry.fresh()))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["modes", "reentrant"])
-def test_checkpoint(entry, use_reentrant):
-    entry.right(checkpoint(entry.call, *entry.fresh(), use_reentrant=use_reentrant))
+def test_modes_that_watch(entry):
+    for mode in (FlopCounterMode(display=False), LoggedOperations(), LoggedFunctions()):
+        with mode:
+            entry.right(entry.call(*entry.fresh()))
+    for use_reentrant in (False, True):
+        entry.right(checkpoint(entry.call, *entry.fresh(), use_reentrant=use_reentrant))
 
 
 def test_a_graph_that_breaks(target):
