@@ -205,11 +205,6 @@ def matrix_text(matrix: Matrix) -> str:
         rows="\n".join(f"    {_initialiser(variant)}," for variant in matrix.variants),
         axes=render.axis_rows(matrix.vocabulary),
         id_steps=render.id_steps(matrix.vocabulary),
-        limits="\n".join(
-            f"  if (compiled == Variant{_initialiser(v)}) return {v.most_keys};"
-            for v in matrix.variants
-            if v.most_keys > 0
-        ),
     )
 
 

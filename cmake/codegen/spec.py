@@ -29,8 +29,6 @@ VARIANTS_DIR = Path(__file__).resolve().parents[2] / "cpp" / "variants"
 # A kernel of two segments has a tile for each: that of its row, and of the row with these values.
 TWO_SEGMENTS = {"segments": "two"}
 SECOND_SEGMENT = {"tile_class": "decode"}
-# The rows of tiles.toml that may say most_keys.
-OF_SHORT_TILES = {"tile_class": "decode"}
 # What a row of [[options]] may name beside the kernel of all options, by how many each has.
 BESIDE = {"none": 0, "single": 1}
 # Kernels with so many options have them at run time (options_at_run_time() in variant.h).
@@ -56,7 +54,6 @@ class Variant:
     tile: Tile
     vocabulary: Vocabulary
     second_tile: Tile | None = None  # of the second segment, where it has two
-    most_keys: int = 0  # of its requests on average: batches of longer ones have tall tiles
 
     def __getattr__(self, name: str) -> str | int:
         """The value of an axis, or of a field of struct Variant."""
@@ -326,21 +323,17 @@ def _with_whole_blocks(
 class _TileRow:
     match: Match
     tile: Tile
-    most_keys: int
 
 
 def _tile_row(row: Mapping[str, object], vocabulary: Vocabulary) -> _TileRow:
     shape = [field.name for field in fields(Tile)]
-    match = {k: v for k, v in row.items() if k not in (*shape, "most_keys", "why")}
+    match = {k: v for k, v in row.items() if k not in (*shape, "why")}
     where = f"tiles.toml: the row of {match}"
     missing = [name for name in [*shape, "why"] if not row.get(name)]
     if missing:
         raise SpecError(f"{where} lacks {', '.join(missing)}")
-    most_keys = int(row.get("most_keys", 0))
-    if most_keys < 0 or (most_keys > 0 and not OF_SHORT_TILES.items() <= match.items()):
-        raise SpecError(f"{where}: most_keys is a positive number, of short tiles")
     tile = Tile(**{name: int(row[name]) for name in shape})
-    return _TileRow(match_of(match, vocabulary.axes, where), tile, most_keys)
+    return _TileRow(match_of(match, vocabulary.axes, where), tile)
 
 
 def _with_tiles(
@@ -367,7 +360,7 @@ def _with_tiles(
         second = matching({**row, **SECOND_SEGMENT}) if two else None
         if found is not None and (second is not None or not two):
             second_tile = second.tile if two else None
-            variants.append(Variant(row, found.tile, vocabulary, second_tile, found.most_keys))
+            variants.append(Variant(row, found.tile, vocabulary, second_tile))
     named = named_axes((tile.match for tile in tiles), vocabulary.axes)
     for count, those in unmatched.items():
         for text in grouped(those, named):

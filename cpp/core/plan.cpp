@@ -44,16 +44,6 @@ std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
          ". What would work: a build with kernels of tile class \"compact\", or a smaller head_dim";
 }
 
-// A kernel with short tiles, or one with tall tiles where those are faster for so long requests.
-const ForwardKernel* for_lengths(const ForwardKernel* kernel, Family family,
-                                 const SegmentProblem& problem, const DeviceFacts& facts) {
-  const std::int32_t most_keys = most_keys_of(kernel->variant);
-  if (most_keys == 0 || !prefers_tall_tiles(problem, facts, most_keys)) return kernel;
-  const FoundKernel tall =
-      Registry::instance().find(variant_of(problem, family, TileClass::kPrefill));
-  return tall.kernel != nullptr && fits(*tall.kernel, facts) ? tall.kernel : kernel;
-}
-
 // The wanted tile class, or a smaller one where the device's shared memory ends before.
 FoundKernel find_kernel(Family family, const SegmentProblem& problem, const DeviceFacts& facts) {
   TileClass wanted = choose_tile_class(problem, traits_of(family));
@@ -61,8 +51,7 @@ FoundKernel find_kernel(Family family, const SegmentProblem& problem, const Devi
   for (TileClass tile_class : {wanted, TileClass::kDecode, TileClass::kCompact}) {
     found = Registry::instance().find(variant_of(problem, family, tile_class));
     if (found.kernel == nullptr) return found;
-    const ForwardKernel* kernel = for_lengths(found.kernel, family, problem, facts);
-    if (fits(*kernel, facts)) return {.kernel = kernel};
+    if (fits(*found.kernel, facts)) return found;
   }
   return {.error = too_large(*found.kernel, facts)};
 }

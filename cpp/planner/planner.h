@@ -41,13 +41,6 @@ void validate(const Problem& problem);
 //   * With graph_max_rows it looks at that maximum alone, so that it is the same for every plan.
 TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& family);
 
-// True if tall tiles are faster for a segment that kDecode would serve: its items have more than
-// `most_keys` keys (a kernel's row of tiles.toml) on average, counting a few more items without
-// keys for each SM. False if another plan of the same launch (graph_max_rows) or the device
-// (lengths_are_upper_bounds) may bring other lengths.
-bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
-                        std::int32_t most_keys);
-
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;
 };

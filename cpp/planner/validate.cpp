@@ -332,19 +332,4 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
   return work_short > work_tall ? TileClass::kDecode : TileClass::kPrefill;
 }
 
-bool prefers_tall_tiles(const SegmentProblem& problem, const DeviceFacts& facts,
-                        std::int32_t most_keys) {
-  if (problem.graph_max_rows > 0 || problem.lengths_are_upper_bounds) return false;
-  // Gain of short tiles at the ends of a launch, in items per SM with which they gain as much.
-  constexpr std::int32_t kLaunchItemsPerSm = 4;
-  double items = double{kLaunchItemsPerSm} * std::max(facts.num_sms, 1);
-  double keys = 0.0;
-  for (std::size_t i = 0; i + 1 < problem.qo_indptr.size(); ++i) {
-    if (problem.qo_len(i) == 0) continue;
-    items += problem.num_kv_heads;
-    keys += static_cast<double>(problem.num_kv_heads * kept_keys(problem, i));
-  }
-  return keys > most_keys * items;
-}
-
 }  // namespace preflash

@@ -25,10 +25,6 @@ struct Axis {
 // not.
 std::span<const Axis> reported_axes();
 
-// Returns the average keys per request above which a batch is faster in tall tiles than in this
-// kernel's short ones (prefers_tall_tiles()); 0: no batch is.
-std::int32_t most_keys_of(const Variant& compiled);
-
 // The family and whatever is not the default of its axis, e.g. "sm80_bf16_d128_decode".
 std::string id_of(const Variant& variant);
 

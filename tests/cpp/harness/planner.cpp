@@ -231,12 +231,6 @@ std::string tile_class(const py::kwargs& kwargs) {
       name_of(choose_tile_class(given.problem.segments[0], given.segments[0].kernel.traits)));
 }
 
-bool prefers_tall(std::int32_t most_keys, const py::kwargs& kwargs) {
-  Case given;
-  fill_case(kwargs, given);
-  return prefers_tall_tiles(given.problem.segments[0], given.facts, most_keys);
-}
-
 // multiplies_8_bits: whether the kernel does, rather than dequantise or rotate on load.
 bool prefers(bool multiplies_8_bits, const py::kwargs& kwargs) {
   Case given;
@@ -296,8 +290,6 @@ void bind_planner(py::module_& module) {
   m.def("plan", &plan);
   m.def("write_plan", &write_plan);
   m.def("tile_class", &tile_class);
-  m.def("prefers_tall_tiles", &prefers_tall, py::arg("most_keys"));
-  m.def("most_keys_of", &most_keys_of, py::arg("compiled"));
   m.def("validate", &check);
   m.def("prefers_prepass", &prefers, py::arg("multiplies_8_bits") = false);
   m.def("touched_tiles", &tiles_of);
