@@ -14,8 +14,8 @@ GPU_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>
 # KERNELS=<dir>: prebuilt kernel libraries, as `make kernels` writes them, instead of nvcc.
 KERNELS ?=
 PRESET ?= ci
-# Without a GPU no +PTX, which wheels and pip's builds have: nothing here would run it.
-ARCHS ?= $(or $(GPU_ARCHS),80;90)
+# Without a GPU nothing here runs a kernel, and each is compiled for one architecture.
+ARCHS ?= $(or $(GPU_ARCHS),$(if $(filter kernels,$(MAKECMDGOALS)),80;90,80;90a))
 OUT ?= build/kernels-$(PRESET)/lib
 JOBS ?= $(shell nproc)
 # CUDA sources compiled at once; empty: as many as cores and memory allow (cmake/CudaJobs.cmake).

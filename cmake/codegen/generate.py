@@ -76,11 +76,12 @@ class Source:
 
 
 def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
-    """PREFLASH_ARCHS entries that a family is compiled for; if none, the build omits it."""
+    """PREFLASH_ARCHS entries that a family is compiled for; if none, the build omits it. An entry
+    like 90a names a family of that architecture alone."""
     if family.on_cpu:
         return []
     if not family.architecture:
-        return list(architectures)
+        return [name for name in architectures if not name.removesuffix("+PTX").endswith("a")]
     named = {architecture.removesuffix("+PTX").removesuffix("a") for architecture in architectures}
     return [family.compiled_for] if family.architecture in named else []
 
