@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 
-import pytest
 import torch
 from preflash.testing import Case, Inputs, KvForm, MaskKind, build, poison, runner
 
@@ -49,23 +48,6 @@ def grid(*takes_turns: dict, **options) -> Iterator[Case]:
         page_size, dtype, layout, form, others = next(turns)
         how = (dtype, page_size, layout, form, *MASKS[name], cap)
         yield Case(name, (1, 70, 0, 33), (40, 131, 9, 33), 6, 2, *dims, *how, **options, **others)
-
-
-def on_split_keys(test):
-    """Calls a test with lengths and with ways to split their keys."""
-    test = pytest.mark.parametrize(
-        ("mask", "split", "dtype"),
-        [
-            (MaskKind.NONE, 64, torch.float16),
-            (CAUSAL, 128, torch.bfloat16),
-            (CAUSAL, 1, torch.float16),
-        ],
-    )(test)
-    return pytest.mark.parametrize(
-        ("qo_lens", "kv_lens"),
-        [((1, 1, 1), (700, 64, 333)), ((3, 0, 70), (512, 9, 250)), ((7, 5), (0, 900))],
-        ids=["decode", "append", "no_keys"],
-    )(test)
 
 
 def check_single(target, case: Case) -> tuple[Inputs, torch.Tensor]:
