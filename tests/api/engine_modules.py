@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import sys
 import types
 
 import pytest
+import torch
 from preflash import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from preflash.testing.oracle import attend
 
 
 def add_modules(monkeypatch, modules):
     """Puts modules and the packages above them into sys.modules, and each into the one above."""
-    for name in modules:
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            package = types.ModuleType(".".join(parts[:i]))
-            package.__path__ = []
-            monkeypatch.setitem(sys.modules, package.__name__, package)
-    for name, values in modules.items():
+    paths = (itertools.accumulate(name.split("."), "{}.{}".format) for name in modules)
+    names = set(itertools.chain.from_iterable(paths))
+    for name in sorted(names):  # packages first
         module = types.ModuleType(name)
-        vars(module).update(values)
+        if name in modules:
+            vars(module).update(modules[name])
+        else:
+            module.__path__ = []
         monkeypatch.setitem(sys.modules, name, module)
-    for name in {part for module in modules for part in _prefixes(module)}:
         above, _, last = name.rpartition(".")
         if above:
-            setattr(sys.modules[above], last, sys.modules[name])
-
-
-def _prefixes(name):
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+            setattr(sys.modules[above], last, module)
 
 
 def import_afresh(monkeypatch, names):
@@ -60,6 +56,21 @@ def close(got, wanted, tolerance=0.01):
     assert got.shape == wanted.shape
     error = (got.double().cpu() - wanted).abs().max()
     assert error < tolerance * max(1.0, float(wanted.abs().max())), error
+
+
+def attended(pipeline, requests, q, keys, masks=None):
+    """Computes the oracle's output for the rows of q of every request, whose keys are (k, v)."""
+    rows = q.split([request.new for request in requests])
+    masks = masks or [None] * len(requests)
+    return torch.cat([
+        attend(row, k, v, pipeline, custom=mask).out
+        for row, (k, v), mask in zip(rows, keys, masks, strict=True)
+    ])  # fmt: skip
+
+
+def through(x, dtype, scale):
+    """Returns x as it comes out of a cache of 8 bits."""
+    return (x / scale).to(dtype).float() * scale
 
 
 @pytest.fixture(name="plans")

@@ -1,36 +1,39 @@
 """Small classes stand in for SGLang's, and Engine calls preflash's backend as SGLang does."""
 
 import enum
+import functools
+import itertools
 import math
 from types import SimpleNamespace
 
 import torch
-from engine_modules import Request, close
-from preflash.testing.oracle import Pipeline, attend
+from engine_modules import Request, attended, close, through
+from preflash.testing.oracle import Pipeline
 
 D, HEADS, KV_HEADS, SCALE = 64, 4, 2, 0.2
 SLOTS, MAX_TOKENS = 4096, 256
 
 
+def _is_kind(self, name):
+    """Answers is_decode_or_idle(), is_target_verify(), ... by the name of a mode or algorithm."""
+    kinds = name.removeprefix("is_").upper().split("_OR_")
+    return lambda: self.name in kinds
+
+
 class Mode(enum.Enum):
-    """ForwardMode: is_idle(), is_decode_or_idle(), is_target_verify(), ..."""
+    """ForwardMode."""
 
     EXTEND, DECODE, IDLE, TARGET_VERIFY, DRAFT_EXTEND_V2, DLLM_EXTEND = range(6)
-
-    def __getattr__(self, name):
-        kinds = name.removeprefix("is_").upper().split("_OR_")
-        return lambda: self.name in kinds
+    __getattr__ = _is_kind
 
 
 class Algorithm:
     """SpeculativeAlgorithm."""
 
+    __getattr__ = _is_kind
+
     def __init__(self, name="NONE"):
         self.name = name
-
-    def __getattr__(self, name):
-        kind = name.removeprefix("is_").upper()
-        return lambda: self.name == kind
 
 
 class AttentionType(enum.Enum):
@@ -75,7 +78,6 @@ class Pool:
             values = torch.full((SLOTS, KV_HEADS, dim), float("nan"), device=device)
             return values.to(dtype)
 
-        self.layers = layers
         self.pairs = [(empty(layer.head_dim), empty(layer.v_head_dim)) for layer in layers]
 
     def get_kv_buffer(self, layer_id):
@@ -109,46 +111,35 @@ class WindowPool(Pool):
 
 
 class Engine:
-    """Layers of a model, their backend, and SGLang's table and pool."""
+    """Layers of a model, their backend, and SGLang's table and pool. changed: of ModelRunner."""
 
     def __init__(
-        self, sglang, *layers, dtype=torch.float16, kv_dtype=None, page_size=1, window_pool=False,
+        self, sglang, *layers, kv_dtype=torch.float16, page_size=1, window_pool=False,
         encoder_decoder=False, **changed,
     ):  # fmt: skip
-        self.device, self.dtype, self.page_size = sglang.device, dtype, page_size
+        self.sglang, self.device, self.dtype = sglang, sglang.device, torch.float16
+        self.page_size, self.kv_dtype = page_size, kv_dtype
         self.layers = [Layer(i, **options) for i, options in enumerate(layers or [{}])]
-        self.kv_dtype = kv_dtype or dtype
         pool = WindowPool if window_pool else Pool
-        self.pool = pool(self.layers, self.kv_dtype, self.device)
+        self.pool = pool(self.layers, kv_dtype, self.device)
         self.table = torch.zeros(17, MAX_TOKENS, dtype=torch.int32, device=self.device)
         pages = torch.randperm(SLOTS // 16 - 1, generator=torch.Generator().manual_seed(1)) + 1
         self.free_pages = pages.tolist()
+        config = SimpleNamespace(context_len=MAX_TOKENS, is_encoder_decoder=encoder_decoder)
         values = {
-            "model": torch.nn.ModuleList(self.layers),
-            "model_config": SimpleNamespace(
-                context_len=MAX_TOKENS, is_encoder_decoder=encoder_decoder
-            ),
-            "token_to_kv_pool": self.pool,
+            "model": torch.nn.ModuleList(self.layers), "model_config": config,
+            "token_to_kv_pool": self.pool, "dtype": self.dtype, "page_size": page_size,
             "req_to_token_pool": SimpleNamespace(req_to_token=self.table),
             "kv_index_translator": SimpleNamespace(reads_are_translated=False),
-            "kv_cache_dtype": self.kv_dtype,
-            "kv_cache_dtype_str": "auto",
-            "dtype": dtype,
-            "page_size": page_size,
-            "init_new_workspace": False,
-            "is_draft_worker": False,
-            "use_mla_backend": False,
-            "attention_chunk_size": None,
-            "spec_algorithm": Algorithm(),
-        }
+            "kv_cache_dtype": kv_dtype, "kv_cache_dtype_str": "auto",
+            "init_new_workspace": False, "is_draft_worker": False, "use_mla_backend": False,
+            "attention_chunk_size": None, "spec_algorithm": Algorithm(),
+        }  # fmt: skip
         self.runner = SimpleNamespace(**{**values, **changed})
-        self.sglang = sglang
 
-    @property
+    @functools.cached_property
     def backend(self):
-        if "_backend" not in vars(self):
-            self._backend = self.sglang.backend(self.runner)
-        return self._backend
+        return self.sglang.backend(self.runner)
 
     def tensor(self, values, dtype=torch.int64):
         return torch.tensor(values, dtype=dtype, device=self.device)
@@ -173,41 +164,33 @@ class Engine:
         rows = sum(request.new for request in requests)
         found = []
         for layer in self.layers:
+            (_, q_dim), *sizes = sizes_of(layer)
             pairs = []
             for request in requests:
                 n = request.encoder if layer.is_cross_attention else request.total
-                pairs.append(
-                    (values(n, KV_HEADS, layer.head_dim), values(n, KV_HEADS, layer.v_head_dim))
-                )
-            found.append((values(rows, HEADS, layer.head_dim), pairs))
+                pairs.append(tuple(values(n, *size) for size in sizes))
+            found.append((values(rows, HEADS, q_dim), pairs))
         return found
 
     def batch(self, requests, mode, padding=0, **changed):
         """Makes a ForwardBatch; padding: requests of one token in row 0, as for SGLang's graphs."""
-        lengths = [request.total for request in requests] + [1] * padding
         drafts = requests[0].new if mode is Mode.TARGET_VERIFY else 0
-        lengths = [n - drafts for n in lengths[: len(requests)]] + lengths[len(requests) :]
-        rows = range(1, len(requests) + 1)
-        locs = [
-            self.slot(row, r.total - r.new, r.total, r)
-            for row, r in zip(rows, requests, strict=True)
-        ]
+        lengths = [request.total - drafts for request in requests] + [1] * padding
         encoder = [request.encoder for request in requests] + [0] * padding
-        encoder_locs = [self.table[row, :n] for row, n in zip(rows, encoder, strict=False)]
+        locs, encoder_locs = [], []
+        for row, request in enumerate(requests, 1):
+            locs.append(self.slot(row, request.total - request.new, request.total, request))
+            encoder_locs.append(self.table[row, : request.encoder])
         values = {
-            "forward_mode": mode,
-            "batch_size": len(lengths),
-            "req_pool_indices": self.tensor([*rows] + [0] * padding),
-            "seq_lens": self.tensor(lengths),
-            "seq_lens_cpu": torch.tensor(lengths),
+            "forward_mode": mode, "batch_size": len(lengths), "spec_info": None,
+            "req_pool_indices": self.tensor([*range(1, len(requests) + 1)] + [0] * padding),
+            "seq_lens": self.tensor(lengths), "seq_lens_cpu": torch.tensor(lengths),
             "extend_seq_lens_cpu": [request.new for request in requests],
             "out_cache_loc": torch.cat(locs).long(),
             "encoder_out_cache_loc": torch.cat(encoder_locs).long(),
-            "encoder_lens": self.tensor(encoder),
-            "encoder_lens_cpu": encoder,
+            "encoder_lens": self.tensor(encoder), "encoder_lens_cpu": encoder,
             "cross_attention_custom_mask": None,
-            "spec_info": None,
-        }
+        }  # fmt: skip
         return SimpleNamespace(**{**values, **changed})
 
     def slot(self, row, begin, end, request):
@@ -240,12 +223,10 @@ class Engine:
 
     def new_keys(self, index, requests, pairs):
         """Returns k and v of the new tokens, or of the encoders for cross-attention."""
-        if self.layers[index].is_cross_attention:
-            return tuple(torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
-        return tuple(
-            torch.cat([pair[i][r.total - r.new :] for r, pair in zip(requests, pairs, strict=True)])
-            for i in (0, 1)
-        )
+        if not self.layers[index].is_cross_attention:
+            news = (request.new for request in requests)
+            pairs = [[x[len(x) - n :] for x in pair] for n, pair in zip(news, pairs, strict=True)]
+        return tuple(map(torch.cat, zip(*pairs, strict=True)))
 
     def step(self, requests, seed=0):
         """Returns inputs of the requests, with the earlier keys in the cache."""
@@ -279,15 +260,18 @@ def reference(q, pairs, requests, layer, engine, masks=None, sinks=None):
     pipeline = Pipeline(
         layer.scaling, decoder, layer.sliding_window_size, layer.logit_cap, sinks=sinks
     )
-    rows, out = 0, []
-    for i, (request, (k, v)) in enumerate(zip(requests, pairs, strict=True)):
-        if engine.kv_dtype != engine.dtype:
-            k = (k / layer.k_scale).to(engine.kv_dtype).float() * layer.k_scale
-            v = (v / layer.v_scale).to(engine.kv_dtype).float() * layer.v_scale
-        mask = None if masks is None else masks[i]
-        out.append(attend(q[rows : rows + request.new], k, v, pipeline, custom=mask).out)
-        rows += request.new
-    return torch.cat(out)
+    if engine.kv_dtype != engine.dtype:
+        scales = layer.k_scale, layer.v_scale
+        pairs = [
+            [through(x, engine.kv_dtype, s) for x, s in zip(pair, scales, strict=True)]
+            for pair in pairs
+        ]
+    return attended(pipeline, requests, q, pairs, masks)
+
+
+def sizes_of(layer):
+    """Returns heads and head_dim of q, of k and of v."""
+    return (HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim)
 
 
 NUM_STEPS = 4
@@ -318,34 +302,26 @@ class Drafts:
             column = length // page * page + branch * pages * page + last + step
         return int(self.engine.table[row + 1, column])
 
-    def batch(self, padding=0, **changed):
-        lengths = [*self.lengths, *[1] * padding]
-        values = {
-            "forward_mode": Mode.DECODE,
-            "batch_size": len(lengths),
-            "req_pool_indices": self.engine.tensor(
-                [*range(1, len(self.lengths) + 1), *[0] * padding]
-            ),
-            "seq_lens": self.engine.tensor(lengths),
-            "seq_lens_cpu": torch.tensor(lengths),
-        }
-        return SimpleNamespace(**{**values, **changed})
+    def batch(self, padding=0):
+        rows, lengths = range(1, len(self.lengths) + 1), [*self.lengths, *[1] * padding]
+        return SimpleNamespace(
+            forward_mode=Mode.DECODE, batch_size=len(lengths),
+            req_pool_indices=self.engine.tensor([*rows, *[0] * padding]),
+            seq_lens=self.engine.tensor(lengths), seq_lens_cpu=torch.tensor(lengths),
+        )  # fmt: skip
 
     def new_token(self, layer, step):
         """Draws q, k and v of a step's tokens, and their slots; keeps k and v for the reference."""
         n = len(self.lengths) * self.topk
-        dims = (HEADS, layer.head_dim), (KV_HEADS, layer.head_dim), (KV_HEADS, layer.v_head_dim)
         q, k, v = (
-            torch.randn(n, *dim, generator=self.generator).to(self.engine.dtype) for dim in dims
+            torch.randn(n, *size, generator=self.generator).to(self.engine.dtype)
+            for size in sizes_of(layer)
         )
-        locs = []
-        for row in range(len(self.lengths)):
-            for branch in range(self.topk):
-                kept = self.keys[layer.layer_id][row][branch]
-                for i, new in ((0, k), (1, v)):
-                    kept[i] = torch.cat([kept[i], new[row * self.topk + branch][None]])
-                locs.append(self.loc(row, branch, step))
-        return q, k, v, self.engine.tensor(locs)
+        places = [*itertools.product(range(len(self.lengths)), range(self.topk))]
+        for (row, branch), *new in zip(places, k.split(1), v.split(1), strict=True):
+            kept = self.keys[layer.layer_id][row]
+            kept[branch] = [*map(torch.cat, zip(kept[branch], new, strict=True))]
+        return q, k, v, self.engine.tensor([self.loc(*place, step) for place in places])
 
     def wanted(self, layer, q, step):
         pairs = [branch for row in self.keys[layer.layer_id] for branch in row]
@@ -357,18 +333,12 @@ class Graph:
     """One layer's runs on buffers of a captured size."""
 
     def __init__(self, engine, rows, backend, batch):
-        layer = engine.layers[0]
         self.engine, self.backend, self.batch = engine, backend, batch
-        zeros = [
-            torch.zeros(rows, heads, dim, dtype=engine.dtype, device=engine.device)
-            for heads, dim in (
-                (HEADS, layer.head_dim),
-                (KV_HEADS, layer.head_dim),
-                (KV_HEADS, layer.v_head_dim),
-            )
+        self.inputs = [
+            torch.zeros(rows, *size, dtype=engine.dtype, device=engine.device)
+            for size in sizes_of(engine.layers[0])
         ]
-        self.inputs, self.locs = zeros, engine.tensor([0] * rows)
-        self.graph = None
+        self.locs, self.graph = engine.tensor([0] * rows), None
         for _ in range(2):  # warm-up
             self._run()
         if engine.device.type == "cuda":

@@ -8,13 +8,12 @@ import torch
 from preflash.testing import Case, build, compare, oracle, reference
 from preflash.testing.comparison import unit_roundoff
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SHAPES = [(5, 3, 64), (1, 1, 8), (33, 8, 128), (7, 2, 256), (4, 3, 96), (0, 4, 64)]
+dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 
 
-def states(target, tokens, count, heads, dim, dtype, seed=0):
+def states(target, tokens, count, heads, dim, dtype):
     """Draws v [tokens, count, heads, dim] and s [tokens, count, heads] with -inf in places."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     v = torch.randn(tokens, count, heads, dim, generator=generator).to(dtype)
     s = torch.randn(tokens, count, heads, generator=generator) * 6
     s[torch.rand(s.shape, generator=generator) < 0.2] = -math.inf
@@ -27,10 +26,10 @@ def halves(v, s):
     return [x[:, i].contiguous() for i in range(2) for x in (v, s)]
 
 
-def check(v, s, expected_v, expected_s):
+def check(got, expected, dtype):
     """Permits one rounding of the output, and float32 inside."""
-    assert s.dtype == torch.float32
-    assert v.shape == expected_v.shape
+    (v, s), (expected_v, expected_s) = got, expected
+    assert (v.dtype, s.dtype, v.shape) == (dtype, torch.float32, expected_v.shape)
     if v.numel() == 0:
         return
     size = expected_v.abs()
@@ -43,50 +42,39 @@ def check(v, s, expected_v, expected_s):
     assert bool((v[expected_s == -math.inf] == 0).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_merge_state(target, shape, dtype):
+@dtypes
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 64), (1, 1, 8), (33, 8, 128), (7, 2, 256), (4, 3, 96), (0, 4, 64)], ids=str
+)
+def test_two_states(target, shape, dtype):
+    """In place, a mask names the tokens that change."""
     v, s = states(target, shape[0], 2, *shape[1:], dtype)
-    before = v.clone(), s.clone()
-    out, lse = preflash.merge_state(*halves(v, s))
-    assert out.dtype == dtype
-    check(out, lse, *oracle.merge(v, s))
-    assert torch.equal(v, before[0])
-    assert torch.equal(s, before[1])
+    expected = oracle.merge(v, s)
+    given = halves(v, s)
+    check(preflash.merge_state(*given), expected, dtype)
+    assert all(map(torch.equal, given, halves(v, s)))
+    every_third = target.to(torch.arange(shape[0]) % 3 == 0)
+    for mask in (None, ~every_third):
+        changed = torch.ones_like(every_third) if mask is None else mask
+        merged = [x.clone() for x in given[:2]]
+        assert preflash.merge_state_in_place(*merged, *given[2:], mask=mask) is None
+        check([x[changed] for x in merged], [x[changed] for x in expected], dtype)
+        for new, old in zip(merged, given[:2], strict=True):
+            assert torch.equal(new[~changed], old[~changed])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 40])
-def test_merge_states(target, count, dtype):
+def test_any_number_of_states(target, count, dtype):
     v, s = states(target, 11, count, 3, 64, dtype)
+    none = torch.zeros(11, 3, 64), torch.full((11, 3), -math.inf)
+    expected = oracle.merge(v, s) if count else tuple(map(target.to, none))
     for merge in (preflash.merge_states, torch.ops.preflash.merge_states):
-        out, lse = merge(v, s)
-        if count == 0:
-            assert torch.equal(out, torch.zeros_like(out))
-            assert torch.equal(lse, torch.full_like(lse, -math.inf))
-            assert (out.shape, lse.shape, out.dtype) == ((11, 3, 64), (11, 3), dtype)
-        else:
-            check(out, lse, *oracle.merge(v, s))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_merge_state_in_place(target, dtype, masked):
-    v, s = states(target, 21, 2, 4, 64, dtype, seed=3)
-    a, sa, *other = halves(v, s)
-    keep = target.to(torch.arange(21) % 3 != 0)
-    old_v, old_s = a.clone(), sa.clone()
-    assert preflash.merge_state_in_place(a, sa, *other, mask=keep if masked else None) is None
-    expected_v, expected_s = oracle.merge(v, s)
-    chosen = keep if masked else torch.ones_like(keep)
-    check(a[chosen], sa[chosen], expected_v[chosen], expected_s[chosen])
-    assert torch.equal(a[~chosen], old_v[~chosen])
-    assert torch.equal(sa[~chosen], old_s[~chosen])
+        check(merge(v, s), expected, dtype)
 
 
 def test_minus_infinity_returns_the_other_side(target):
-    v = target.to(torch.randn(4, 2, 64).half())
-    s = target.to(torch.randn(4, 2))
+    v, s = target.to(torch.randn(4, 2, 64).half()), target.to(torch.randn(4, 2))
     none = torch.full_like(s, -math.inf)
     # Values in a state of weight zero have no influence, not even NaN.
     rubbish = torch.full_like(v, math.nan)
@@ -107,7 +95,7 @@ def test_large_statistics(target):
     v = target.to(torch.randn(3, 2, 2, 64))
     s = target.to(torch.tensor([[[3.6e5], [3.6e5 - 1]], [[-3.6e5], [-3.6e5 - 2]], [[1e4], [-1e4]]]))
     s = s.expand(3, 2, 2).contiguous()
-    check(*preflash.merge_states(v, s), *oracle.merge(v, s))
+    check(preflash.merge_states(v, s), oracle.merge(v, s), torch.float32)
 
 
 def test_merging_two_halves_of_the_keys_is_attention(target):
@@ -128,13 +116,11 @@ def test_log_sums_of_other_float_types(target, dtype):
     """They are converted; the merged one is float32 as ever."""
     v, s = states(target, 7, 2, 3, 64, torch.float16)
     s = s.to(dtype)
-    expected = oracle.merge(v, s.float())
-    parts = halves(v, s)
-    check(*preflash.merge_state(*parts), *expected)
-    check(*preflash.merge_states(v, s), *expected)
-    out, lse = parts[0].clone(), parts[1].float()
-    preflash.merge_state_in_place(out, lse, *parts[2:])
-    check(out, lse, *expected)
+    expected, parts = oracle.merge(v, s.float()), halves(v, s)
+    merged = parts[0].clone(), parts[1].float()
+    preflash.merge_state_in_place(*merged, *parts[2:])
+    for got in (preflash.merge_state(*parts), preflash.merge_states(v, s), merged):
+        check(got, expected, torch.float16)
 
 
 TWO, NONE, SHORT_MASK = torch.ones(2, 2, 64), torch.ones(3, 2, 0), torch.ones(2).bool()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 
 import preflash
 import pytest
@@ -12,12 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from preflash.distributed import context_parallel_prefill, join_chunks, own_chunks
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def expected_of(q, k, v, lengths, **options):
@@ -29,16 +21,16 @@ def expected_of(q, k, v, lengths, **options):
     return [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
-def ranks_of(rank, world, port, device_type, dtype, cases, tolerance):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def ranks_of(rank, world, meeting, device_type, dtype, cases, tolerance):
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    kind = "gloo" if device.type == "cpu" else "nccl"
-    device_id = device if device.type == "cuda" else None
-    dist.init_process_group(kind, rank=rank, world_size=world, device_id=device_id)
+    kind, place = ("gloo", None) if device.type == "cpu" else ("nccl", device)
+    dist.init_process_group(
+        kind, init_method=f"file://{meeting}", rank=rank, world_size=world, device_id=place
+    )
     try:
         for lengths, heads, kv_heads, (dim, dim_vo), causal, soft_cap in cases:
             generator = torch.Generator().manual_seed(sum(lengths))
@@ -102,17 +94,18 @@ CASES = [
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_processes(world):
+def test_processes(world, tmp_path):
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
-    arguments = (world, free_port(), "cpu", torch.float32, CASES, tolerance)
+    arguments = (world, tmp_path / "meeting", "cpu", torch.float32, CASES, tolerance)
     mp.start_processes(ranks_of, arguments, nprocs=world, start_method="fork")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_gpus(world):
+def test_gpus(world, tmp_path):
     if torch.cuda.device_count() < world:
         pytest.skip(f"{torch.cuda.device_count()} GPU")
     cases = [*CASES[1:], ([8192], 32, 8, (128, 128), True, None)]
-    arguments = (world, free_port(), "cuda", torch.bfloat16, cases, {"rtol": 0.02, "atol": 0.02})
+    tolerance = {"rtol": 0.02, "atol": 0.02}
+    arguments = (world, tmp_path / "meeting", "cuda", torch.bfloat16, cases, tolerance)
     mp.start_processes(ranks_of, arguments, nprocs=world, start_method="spawn")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from preflash.testing import oracle
+from preflash.testing.oracle import Pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -25,15 +27,11 @@ def example(monkeypatch):
 
 
 def plain_logits(example, model, tokens, device):
-    """Computes every token of one request at once, causal, in torch operations."""
+    """Computes every token of one request at once, causal, by the oracle."""
+    pipeline = Pipeline(example.DIM**-0.5, causal=True)
 
     def attend(layer, q, k, v):
-        k, v = (x.repeat_interleave(example.HEADS // example.KV_HEADS, 1) for x in (k, v))
-        logits = torch.einsum("qhd,khd->hqk", q, k) * example.DIM**-0.5
-        n = len(q)
-        hidden = torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
-        weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v)
+        return oracle.attend(q.cpu(), k.cpu(), v.cpu(), pipeline).out.to(q)
 
     positions = torch.arange(len(tokens), device=device)
     return model(torch.tensor(tokens, device=device), positions, attend)

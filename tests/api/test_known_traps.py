@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from planned_cases import check_run, planned
-from preflash.testing import Case, KvForm, MaskKind, build, compare, reference, runner
+from preflash.testing import Case, MaskKind, build, compare, reference, runner
 
 FULL, CAUSAL, CUSTOM, PACKED = MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED
 HEADS = (4, 2, 64)
@@ -24,15 +24,19 @@ def cases():
     yield Case("no cap", (20,), (33,), *HEADS, soft_cap=0.0)
 
 
+def check(target, case, **options):
+    runner.check(build(case, device=target.device), backend=target.backend, **options)
+
+
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.id)
 def test_case(target, case):
-    runner.check(build(case, device=target.device), backend=target.backend)
+    check(target, case)
 
 
 # --- logits ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("logit", [-4e4, -5e4, -6e4, -1e5, -2.5e5])
+@pytest.mark.parametrize("logit", [-5e4, -2.5e5])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, CUSTOM])
 def test_very_negative_logits_are_ordinary(target, logit, mask):
     """No finite number stands for minus infinity: a row of logits near -5e4 is a plain mean."""
@@ -125,10 +129,8 @@ def test_nan_of_one_request_stays_there(target, page_size):
 
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 56, 72, 80, 88, 96, 104, 120, 136, 160, 192, 248])
-def test_every_head_dim_reads_within_bounds(target, dim):
-    """Columns after head_dim are poisoned; the last row ends the allocation."""
-    padded = Case("dim", (9, 70), (33, 70), 2, 1, dim, form=KvForm.PADDED)
-    runner.check(build(padded, device=target.device), backend=target.backend)
+def test_the_last_row_ends_the_allocation(target, dim):
+    """The oracle table has head dims whose rows end in poisoned columns."""
     inputs = build(Case("dim", (17,), (40,), 2, 1, dim, mask=CAUSAL), device=target.device)
     inputs.k, inputs.v = inputs.k[:40].clone(), inputs.v[:40].clone()
     runner.check(inputs, backend=target.backend)
@@ -151,15 +153,14 @@ MASKED = Case("mask", (30, 5), (30, 77), *HEADS, mask=CUSTOM)
 
 
 def test_causal_is_ignored_under_a_custom_mask(target):
-    runner.check(build(MASKED, device=target.device), backend=target.backend, causal=True)
+    check(target, MASKED, causal=True)
 
 
 def test_mask_is_gone_after_a_plan_without_one(target):
     inputs, wrapper = planned(MASKED, target)
-    check_run(inputs, wrapper)
     causal = dataclasses.replace(MASKED, mask=CAUSAL)
     plain = dataclasses.replace(inputs, case=causal, masks=None, custom_mask=None)
-    for each in (plain, inputs):
+    for each in (inputs, plain, inputs):
         runner.plan(wrapper, each)
         check_run(each, wrapper)
 
@@ -190,7 +191,7 @@ def test_strided_indptr(target, index_device):
     runner.check(inputs, backend=target.backend)
 
 
-@pytest.mark.parametrize("last_page_len", [0, 1, 16, 17, -1, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("last_page_len", [0, 1, 17, -(2**31), 2**31 - 1])
 @pytest.mark.parametrize("mask", [CAUSAL, CUSTOM])
 def test_no_pages_are_no_keys(target, last_page_len, mask):
     """Engines fill last_page_len with ones, or with nothing, where a request has no page. Mask

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,18 +140,6 @@ def compare(name, target, dtype, call, rows=slice(None)):
     return model
 
 
-def compare_config(config, auto, target, dtype, *lengths):
-    """Compares a model of its own, of equal weights with either attention, on a padded batch."""
-    eager, model = (auto.from_config(config, attn_implementation=name) for name in NAMES)
-    model.load_state_dict(eager.state_dict())
-    ids, mask = tokens(target, *lengths)
-    exact, got, expected = (
-        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask)[0][mask.bool()]
-        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
-    )
-    assert_close(got, expected, dtype, exact)
-
-
 @causal
 @pytest.mark.parametrize("known_by", ["position_ids", "cu_seq_lens"])
 def test_packed_batches(name, target, dtype, known_by):
@@ -172,24 +161,10 @@ def test_packed_batches(name, target, dtype, known_by):
 
 
 @causal
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_greedy_tokens(name, target, dtype, cache):
-    ids, mask = tokens(target, 21, 13)
-    options = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True}
-    eager, model = pair(name, target, dtype)
-    expected = eager.generate(ids, attention_mask=mask, **options)[:, 21:]
-    if cache == "static":
-        options["cache_implementation"] = "static"
-    got = model.generate(ids, attention_mask=mask, **options)[:, 21:]
-    assert_greedy(name, target, dtype, ids, mask, got, expected)
-
-
-PLACES = ("dynamic", "static", "none")
-
-
-def drawn_call(name, seed, target):
-    """Draws ids and mask of a batch of any padding, ends of the parts that it comes in, the cache,
-    the slots of a static cache, and whether its masks are as long."""
+@pytest.mark.parametrize("seed", range(8))
+def test_random_calls(name, seed, target, dtype):
+    """Prompts that come in parts, with any padding, on either cache or none; masks of a static
+    cache may be as long as its slots."""
     draw = random.Random(f"{name} {seed}")
     batch, length = draw.randint(1, 3), draw.randint(2, 40)
     ids, mask = tokens(target, *[length] * batch, seed=seed)
@@ -203,18 +178,11 @@ def drawn_call(name, seed, target):
             row[end:] = 0
         if padding == "anywhere":
             row[1:] = target.to(torch.rand(length - 1) < 0.7)
-    cache = draw.choice(PLACES)
+    cache = draw.choice(("dynamic", "static", "none"))
     cuts = 0 if cache == "none" else min(length - 1, draw.randint(0, 3))
     ends = [*sorted(draw.sample(range(1, length), cuts)), length]
     slots = length + draw.choice([0, 9])
-    return ids, mask, padding, ends, cache, slots, cache == "static" and draw.random() < 0.5
-
-
-@causal
-@pytest.mark.parametrize("seed", range(8))
-def test_random_calls(name, seed, target, dtype):
-    """Prompts that come in parts, with any padding, on either cache or none."""
-    ids, mask, padding, ends, cache, slots, whole = drawn_call(name, seed, target)
+    is_long = cache == "static" and draw.random() < 0.5
 
     def logits(model):
         options = {"use_cache": False}
@@ -226,7 +194,7 @@ def test_random_calls(name, seed, target, dtype):
         parts = []
         for begin, end in itertools.pairwise([0, *ends]):
             seen = None if padding is None else mask[:, :end]
-            if seen is not None and whole:
+            if seen is not None and is_long:
                 seen = torch.nn.functional.pad(seen, (0, slots - end))
             parts.append(model(input_ids=ids[:, begin:end], attention_mask=seen, **options).logits)
         return torch.cat(parts, 1)
@@ -234,17 +202,24 @@ def test_random_calls(name, seed, target, dtype):
     compare(name, target, dtype, logits, mask.bool())
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
-@pytest.mark.parametrize("how", ["beams", "draft model", "prompt lookup"])
-def test_tokens_by(how, name, target, dtype):
+THREE = ("Llama", "Gemma3Text", "GptOss")
+WAYS = [("static", name) for name in CONFIGS]
+WAYS += itertools.product(("dynamic", "beams", "draft model", "prompt lookup"), THREE)
+
+
+@pytest.mark.parametrize(("how", "name"), WAYS)
+def test_generated_tokens(how, name, target, dtype):
     if dtype != torch.float32 and how == "beams":
         pytest.skip("beams of two roundings differ")
-    ids, mask = tokens(target, 21, *((13,) if how == "beams" else ()))
+    drafts = how in ("draft model", "prompt lookup")
+    ids, mask = tokens(target, 21, *(() if drafts else (13,)))
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
-    eager, model = pair(name, target, dtype)
     if how == "beams":
         options["num_beams"] = 3
+    eager, model = pair(name, target, dtype)
     expected = eager.generate(ids, **options)[:, 21:]
+    if how == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
     if how == "draft model":
         options["assistant_model"] = pair("Mistral", target, dtype)[1]
     if how == "prompt lookup":
@@ -253,24 +228,33 @@ def test_tokens_by(how, name, target, dtype):
     assert_greedy(name, target, dtype, ids, mask, got, expected)
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2, 1])
-def test_groups_of_heads(kv_heads, target, dtype):
-    heads = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
-    config = transformers.LlamaConfig(**{**GROUPED, **heads})
-    compare_config(config, AutoModelForCausalLM, target, dtype, 19, 12)
+HEADS = {"num_attention_heads": 8}
+ENCODER = {"is_causal": False}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+# A config, changes of GROUPED, and the class of the model.
+OTHER_CONFIGS = {
+    "8 heads over 8": ("Llama", {**HEADS, "num_key_value_heads": 8}, AutoModelForCausalLM),
+    "8 heads over 1": ("Llama", {**HEADS, "num_key_value_heads": 1}, AutoModelForCausalLM),
+    "an encoder": ("Llama", ENCODER, AutoModel),
+    # on both sides, in half of the layers
+    "an encoder with windows": ("Qwen3", {**ENCODER, **WINDOWS}, AutoModel),
+}
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_causal_models_as_encoders(name, target, dtype):
-    """is_causal=False in the config, with a window on both sides in half of the layers of Qwen3."""
-    config = {**GROUPED, "is_causal": False}
-    if name == "Qwen3":
-        config |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
-    config = getattr(transformers, f"{name}Config")(**config)
-    compare_config(config, AutoModel, target, dtype, 23, 11)
+@pytest.mark.parametrize(("name", "changed", "auto"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
+def test_other_configs(name, changed, auto, target, dtype):
+    config = getattr(transformers, f"{name}Config")(**{**GROUPED, **changed})
+    eager, model = (auto.from_config(config, attn_implementation=each) for each in NAMES)
+    model.load_state_dict(eager.state_dict())
+    ids, mask = tokens(target, 23, 11)
+    exact, got, expected = (
+        m.eval().to(target.device, kind)(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+        for m, kind in ((eager, torch.float32), (model, dtype), (eager, dtype))
+    )
+    assert_close(got, expected, dtype, exact)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "GptOss"])
+@pytest.mark.parametrize("name", THREE)
 def test_continuous_batching(name, target, dtype):
     """Prompts in chunks, together with requests that decode, on the paged cache of transformers."""
     if not hasattr(transformers, "ContinuousBatchingConfig"):
@@ -294,16 +278,6 @@ def test_continuous_batching(name, target, dtype):
         assert_greedy(name, target, dtype, prompt, torch.ones_like(prompt), ran, expected)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_bidirectional(target, dtype, padded):
-    ids, mask = tokens(target, 29, 11 if padded else 29)
-    ids, mask = ids.flip(1), mask.flip(1)
-    compare(
-        "Bert", target, dtype,
-        lambda model: model(input_ids=ids, attention_mask=mask).last_hidden_state, mask.bool(),
-    )  # fmt: skip
-
-
 def test_masks_of_their_own(target, dtype):
     """A 4-D mask, bool or of 0 and -inf, replaces causal and the window."""
     ids, _ = tokens(target, 19, 19)
@@ -323,14 +297,18 @@ def test_masks_of_their_own(target, dtype):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_encoder_and_decoder(target, dtype, padded):
-    """Cross-attention: more queries than keys, and fewer."""
-    ids, mask = tokens(target, 23, 11 if padded else 23)
-    ids, mask = ids.flip(1), mask.flip(1)
-    for queries in (9, 31):
-        decoder_ids = tokens(target, queries, queries, seed=3)[0]
-        options = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoder_ids}
-        compare("Bart", target, dtype, lambda model: model(**options).last_hidden_state)  # noqa: B023
+def test_encoders(target, dtype, padded):
+    """Bert, and the cross-attention of Bart: more queries than keys, and fewer."""
+    ids, mask = (x.flip(1) for x in tokens(target, 29, 11 if padded else 29))
+    options = {"input_ids": ids, "attention_mask": mask}
+
+    def states(model):
+        return model(**options).last_hidden_state
+
+    compare("Bert", target, dtype, states, mask.bool())
+    for queries in (9, 37):
+        options["decoder_input_ids"] = tokens(target, queries, queries, seed=3)[0]
+        compare("Bart", target, dtype, states)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2Moe"])
@@ -351,7 +329,8 @@ def test_prefix_language_model(name, target, dtype):
 
 def test_compiled(target, dtype, plans):
     """Every attention is a graph break, and the mask keeps what it knows."""
-    model = pair("Gemma3Text", target, dtype)[1]
+    model = copy.deepcopy(pair("Gemma3Text", target, dtype)[1])
+    model.config.num_hidden_layers = 2
     ids, mask = tokens(target, 22, 9)
     compiled = torch.compile(model, backend="eager")
     got = compiled(input_ids=ids, attention_mask=mask).logits[mask.bool()]
@@ -387,16 +366,19 @@ def waits(monkeypatch):
     return calls, switch
 
 
-@pytest.mark.parametrize("batch", ["even", "padded", "packed", "packed by ends", "own mask"])
-@pytest.mark.parametrize("copies", [False, True])
-def test_one_plan_for_each_form_and_no_wait(batch, copies, target, dtype, waits, plans):
+@pytest.mark.parametrize(
+    "batch",
+    ["even", "even, copied", "padded", "padded, copied", "packed", "packed by ends", "own mask"],
+)
+def test_one_plan_for_each_form_and_no_wait(batch, target, dtype, waits, plans):
     """Sliding and full attention plan in the first layer of each; the layers after these wait for
     nothing, also where a layer gets a copy of the mask as on another GPU."""
     model = pair("Gemma3Text", target, dtype)[1]
+    copies = "copied" in batch
     length = 27 + copies  # another than in the test before, which has its plans
     ids, mask = tokens(target, length, 14, seed=5)
     options = {"use_cache": False}
-    if batch == "padded":
+    if batch.startswith("padded"):
         options["attention_mask"] = mask
     if batch.startswith("packed"):
         ids = ids[:1]
@@ -409,7 +391,7 @@ def test_one_plan_for_each_form_and_no_wait(batch, copies, target, dtype, waits,
         seen = torch.rand(2, 1, length, length, device=target.device) < 0.5
         options["attention_mask"] = dict.fromkeys(SLIDING, seen)
     calls, switch = waits
-    layers, handles = model.model.layers, []
+    layers = model.model.layers
 
     def turn(on):
         switch[0] = on
@@ -417,13 +399,11 @@ def test_one_plan_for_each_form_and_no_wait(batch, copies, target, dtype, waits,
             torch.cuda.set_sync_debug_mode("error" if on else "default")
 
     def copied(module, args, kwargs):
-        if kwargs["attention_mask"] is not None:
+        if copies and kwargs["attention_mask"] is not None:
             kwargs["attention_mask"] = kwargs["attention_mask"].to(target.device, copy=True)
         return args, kwargs
 
-    if copies and batch in ("even", "padded"):
-        for layer in layers:
-            handles.append(layer.self_attn.register_forward_pre_hook(copied, with_kwargs=True))
+    handles = [x.self_attn.register_forward_pre_hook(copied, with_kwargs=True) for x in layers]
     handles.append(layers[1].register_forward_hook(lambda *_: turn(True)))
     handles.append(layers[3].register_forward_hook(lambda *_: turn(False)))
     try:
@@ -499,63 +479,56 @@ def test_masks_of_other_code(target, layer):
     assert torch.equal(attention(known), attention(ours))
 
 
-def hole(mask):
+def longer(mask):
+    return torch.nn.functional.pad(mask, (0, 1), value=1)
+
+
+def with_a_hole(mask):
     mask[0, 4] = 0
     return mask
 
 
-REFUSED_CALLS = {
-    ValueError: [
-        (lambda m: torch.nn.functional.pad(m, (0, 1), value=1), {}, "20 slots for 19 keys"),
-        (lambda m: m[None], {}, "3 dimensions"),
-    ],
-    TypeError: [
-        (lambda m: m, {"kind": torch.float16}, r"kv_data_type=torch\.float16: must be q's dtype")
-    ],
-    NotImplementedError: [
-        (hole, {}, "padding inside a sequence"),
-        (lambda m: m.new_ones(2, 4, 19, 19, dtype=torch.bool), {}, "one mask for each head"),
-        (lambda m: None, {"is_causal": False}, "a window without causal"),
-        (lambda m: m, {"dropout": 0.5}, "dropout must be 0"),
-    ],
-}
+def of_each_head(mask):
+    return mask.new_ones(2, 4, 19, 19, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("error", "spoil", "options", "match"),
-    [(error, *row) for error, rows in REFUSED_CALLS.items() for row in rows],
-)
-def test_refusals_of_a_layer(target, layer, error, spoil, options, match):
-    with pytest.raises(error, match=match):
-        layer[1](spoil(tokens(target, 19, 12)[1]), **options)
+FALCON = transformers.FalconConfig()
+# A call with attention(), a padding mask, ids and Mistral; the error; what it says.
+REFUSED = [
+    (lambda call: call.attention(longer(call.mask)), ValueError, "20 slots for 19 keys"),
+    (lambda call: call.attention(call.mask[None]), ValueError, "3 dimensions"),
+    (lambda call: call.attention(call.mask, torch.float16), TypeError,
+     r"kv_data_type=torch\.float16: must be q's dtype"),
+    (lambda call: call.attention(with_a_hole(call.mask)), NotImplementedError,
+     "padding inside a sequence"),
+    (lambda call: call.attention(of_each_head(call.mask)), NotImplementedError,
+     "one mask for each head"),
+    (lambda call: call.attention(None, is_causal=False), NotImplementedError,
+     "a window without causal"),
+    (lambda call: call.attention(call.mask, dropout=0.5), NotImplementedError,
+     "dropout must be 0"),
+    (lambda call: call.model(call.ids, attention_mask=call.bias), NotImplementedError, "bias"),
+    (lambda call: call.model(call.ids, output_attentions=True), NotImplementedError,
+     "output_attentions: attn_implementation"),
+    (lambda call: torch.enable_grad()(call.model)(call.ids), NotImplementedError, "no gradients"),
+    (lambda _: AutoModel.from_config(FALCON, attn_implementation="preflash"), ValueError,
+     "attention of its own"),
+    (lambda _: integration.register("fa4"), ValueError,
+     "backend='fa4': must be one of auto, fa3, fa2, cpu, cudnn"),
+    (lambda _: integration.register("trtllm-gen"), ValueError,
+     "PREFLASH_BACKEND=auto in the environment"),
+    (lambda _: integration.register(None), TypeError,
+     "backend must be a str, one of auto, fa3, fa2, cpu, cudnn"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("backend", "error", "words"),
-    [
-        ("fa4", ValueError, "backend='fa4': must be one of auto, fa3, fa2, cpu, cudnn"),
-        ("trtllm-gen", ValueError, "PREFLASH_BACKEND=auto in the environment"),
-        (None, TypeError, "backend must be a str, one of auto, fa3, fa2, cpu, cudnn"),
-    ],
-)
-def test_register_refuses_a_backend_at_once(target, dtype, backend, error, words):
-    with pytest.raises(error, match=words):
-        integration.register(backend)
-    model = pair("Llama", target, dtype)[1]  # computes on the backend before
-    assert model(input_ids=tokens(target, 9)[0]).logits.isfinite().all()
-
-
-def test_refusals_of_a_model(target, dtype):
-    model = pair("Mistral", target, dtype)[1]
-    ids, _ = tokens(target, 9)
-    bias = torch.full((1, 1, 9, 9), 0.5, device=target.device, dtype=dtype)
-    for options, match in (
-        ({"attention_mask": bias}, "bias"),
-        ({"output_attentions": True}, "output_attentions: attn_implementation"),
-    ):
-        with pytest.raises(NotImplementedError, match=match):
-            model(input_ids=ids, **options)
-    with torch.enable_grad(), pytest.raises(NotImplementedError, match="no gradients"):
-        model(input_ids=ids)
-    with pytest.raises(ValueError, match="attention of its own"):
-        AutoModel.from_config(transformers.FalconConfig(), attn_implementation="preflash")
+@pytest.mark.parametrize(("refused", "error", "says"), REFUSED)
+def test_refusals(target, dtype, layer, refused, error, says):
+    """A model then computes as before, on the backend before."""
+    ids, mask = tokens(target, 19, 12)
+    bias = torch.full((2, 1, 19, 19), 0.5, device=target.device, dtype=dtype)
+    model, attention = layer
+    call = SimpleNamespace(model=model, attention=attention, ids=ids, mask=mask, bias=bias)
+    with pytest.raises(error, match=says):
+        refused(call)
+    assert model(ids).logits.isfinite().all()

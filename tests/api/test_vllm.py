@@ -15,12 +15,13 @@ from engine_modules import (
     MIXED,
     Request,
     add_modules,
+    attended,
     close,
     import_afresh,
     recorded_plans,  # noqa: F401
 )
 from preflash.integrations import vllm as integration
-from preflash.testing.oracle import Pipeline, attend
+from preflash.testing.oracle import Pipeline
 
 PAGE, D, HEADS, KV_HEADS = 16, 64, 4, 2
 REGISTRY = "vllm.v1.attention.backends.registry"
@@ -81,11 +82,6 @@ def vllm(monkeypatch, target):
     """Imports the backend's classes on stand-ins, for the target's device."""
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
 
-    class AttentionBackend:
-        @classmethod
-        def validate_configuration(cls, **_):
-            return []
-
     class AttentionImpl:
         dcp_world_size = pcp_world_size = 1
 
@@ -115,19 +111,16 @@ def vllm(monkeypatch, target):
         "platforms": {"current_platform": platform},
         "model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
         "v1.attention.backend": {
-            "AttentionBackend": AttentionBackend,
-            "AttentionImpl": AttentionImpl,
-            "AttentionType": AttentionType,
+            "AttentionBackend": object, "AttentionImpl": AttentionImpl,
+            "AttentionType": AttentionType, "AttentionMetadata": object,
             "AttentionCGSupport": enum.Enum("AttentionCGSupport", "NEVER ALWAYS"),
-            "AttentionMetadata": object,
             "AttentionMetadataBuilder": AttentionMetadataBuilder,
-            "CommonAttentionMetadata": SimpleNamespace,
-            "MultipleOf": int,
+            "CommonAttentionMetadata": SimpleNamespace, "MultipleOf": int,
         },
         "v1.kv_cache_interface": {
             "EncoderOnlyAttentionSpec": type("EncoderOnlyAttentionSpec", (), {})
         },
-    }
+    }  # fmt: skip
     add_modules(monkeypatch, {f"vllm.{name}": module for name, module in modules.items()})
     backend = import_afresh(monkeypatch, OURS)[-1].PreflashBackend
     return SimpleNamespace(backend=backend, layers=layers, platform=platform, device=target.device)
@@ -150,16 +143,13 @@ class Group:
             impl.process_weights_after_loading(dtype)
             vllm.layers[str(index)] = SimpleNamespace(impl=impl, **scales())
             self.impls.append(impl)
-        self.config = SimpleNamespace(
-            **{
-                "model_config": SimpleNamespace(dtype=dtype),
-                "cache_config": SimpleNamespace(),
-                "parallel_config": SimpleNamespace(),
-                "speculative_config": object(),
-                "num_speculative_tokens": 3 if config.get("speculative_config", True) else 0,
-                **config,
-            }
-        )
+        speculative = config.setdefault("speculative_config", object())
+        values = {
+            "model_config": SimpleNamespace(dtype=dtype), "cache_config": SimpleNamespace(),
+            "parallel_config": SimpleNamespace(),
+            "num_speculative_tokens": 3 if speculative else 0,
+        }  # fmt: skip
+        self.config = SimpleNamespace(**{**values, **config})
         self.builder, self.layer = self.new_builder(), SimpleNamespace(**scales())
 
     def new_builder(self):
@@ -203,17 +193,12 @@ class Group:
         starts = ints(0, *itertools.accumulate(r.new for r in requests))
         lengths = ints(*(r.total for r in requests))
         values = {
-            "query_start_loc_cpu": starts,
-            "seq_lens": lengths.to(self.device),
+            "query_start_loc_cpu": starts, "seq_lens": lengths.to(self.device),
             "seq_lens_cpu_upper_bound": lengths + slack * (lengths > 0),
-            "max_seq_len": int(lengths.max()) + slack,
-            "num_reqs": len(requests),
-            "num_actual_tokens": int(starts[-1]) + padding,
-            "block_table_tensor": table,
-            "slot_mapping": None,
-            "encoder_seq_lens": None,
-            "causal": True,
-        }
+            "max_seq_len": int(lengths.max()) + slack, "num_reqs": len(requests),
+            "num_actual_tokens": int(starts[-1]) + padding, "block_table_tensor": table,
+            "slot_mapping": None, "encoder_seq_lens": None, "causal": True,
+        }  # fmt: skip
         return SimpleNamespace(**{**values, **changed})
 
     def build(self, requests, table, **changed):
@@ -230,7 +215,7 @@ class Group:
 
     def wanted(self, step, index=0, causal=True):
         """Computes the oracle's output of a layer."""
-        impl, layer, parts, rows = self.impls[index], self.layers[index], [], 0
+        impl, layer, scale = self.impls[index], self.layers[index], self.layer
         pipeline = Pipeline(
             0.2,
             causal,
@@ -239,16 +224,15 @@ class Group:
             slopes=torch.tensor(SLOPES) if "alibi_slopes" in layer else None,
             sinks=None if impl.sinks is None else impl.sinks.float().cpu(),
         )
-        for request, (k, v) in zip(step.requests, step.keys, strict=True):
-            q = step.q[rows : rows + request.new]
-            rows += request.new
-            if impl.fp8_dtype is not None:
-                k = k.to(impl.fp8_dtype).float() * self.layer._k_scale_float
-                v = v.to(impl.fp8_dtype).float() * self.layer._v_scale_float
-                if impl.supports_quant_query_input:
-                    q = q.to(impl.fp8_dtype).float() * self.layer._q_scale_float
-            parts.append(attend(q, k, v, pipeline).out)
-        return torch.cat(parts)
+        q, keys, fp8 = step.q, step.keys, impl.fp8_dtype
+        if fp8 is not None:
+            factors = scale._k_scale_float, scale._v_scale_float
+            keys = [
+                [x.to(fp8).float() * f for x, f in zip(kv, factors, strict=True)] for kv in keys
+            ]
+        if impl.supports_quant_query_input:
+            q = q.to(fp8).float() * scale._q_scale_float
+        return attended(pipeline, step.requests, q, keys)
 
     def close(self, out, step, index=0, causal=True):
         """Compares rows of a step, which padding may follow."""
@@ -289,7 +273,6 @@ OPTIONS = {
     "alibi": {"alibi_slopes": SLOPES},
     "sinks": {"sinks": SINKS.bfloat16()},
 }
-# Layers, options of the group, and steps: requests, and what CommonAttentionMetadata has else.
 BOTH_KINDS = [(MIXED, {}), (DECODES, {})]
 LONG = (Request(1, 1400), Request(5, 1200), Request(1, 64))
 LONG_DECODES = (Request(1, 1400), Request(1, 1101), Request(1, 600))
@@ -314,8 +297,9 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, EXACT], ids=["bounds", "exact"])
-@pytest.mark.parametrize("five_dims", [True, False])
+@pytest.mark.parametrize(
+    ("five_dims", "options"), [(True, {}), (False, EXACT)], ids=["bounds", "exact"]
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(vllm, name, five_dims, options):
     layer, steps = STEPS[name]
@@ -340,9 +324,8 @@ def test_layers_of_one_form_share_a_plan(vllm, plans):
         assert len(group.check(requests).wrappers) == len(plans) == 3
 
 
-@pytest.mark.parametrize("sm90", [True, False])
-@pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("five_dims", [True, False])
+@pytest.mark.parametrize(("cache", "sm90"), [("fp8", True), ("fp8", False), ("fp8_e5m2", True)])
 def test_an_fp8_cache_with_scales(vllm, sm90, cache, five_dims):
     vllm.platform.sm90 = sm90
     dtype = torch.float16 if five_dims else torch.bfloat16
@@ -576,19 +559,19 @@ def test_refusals(vllm, says):
         REFUSED[says](vllm)
 
 
-@pytest.mark.parametrize(
-    ("head_size", "cache", "says"),
-    [
-        (128, "auto", None),
-        (512, "fp8", None),
-        (72, "auto", None),
-        (576, "auto", "multiples of 8 up to 512, not 576"),
-        (100, "auto", "multiples of 8 up to 512, not 100"),
-        (128, "float16", "not in float16: use --kv-cache-dtype auto"),
-        (128, "bfloat16", None),
-        (72, "fp8", "multiples of 16, not 72"),
-    ],
-)
+CONFIGURATIONS = [
+    (128, "auto", None),
+    (512, "fp8", None),
+    (72, "auto", None),
+    (576, "auto", "multiples of 8 up to 512, not 576"),
+    (100, "auto", "multiples of 8 up to 512, not 100"),
+    (128, "float16", "not in float16: use --kv-cache-dtype auto"),
+    (128, "bfloat16", None),
+    (72, "fp8", "multiples of 16, not 72"),
+]
+
+
+@pytest.mark.parametrize(("head_size", "cache", "says"), CONFIGURATIONS)
 def test_configurations(vllm, head_size, cache, says):
     options = (head_size, torch.bfloat16, cache, 16, False, False, False, False, None)
     answer = vllm.backend.supports_combination(*options)

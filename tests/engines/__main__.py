@@ -30,12 +30,9 @@ OPTIONS = {
     "window": {"sliding_window": 33},
     "fp8 cache": {"dtype": torch.bfloat16, "fp8_cache": True},
     "like Gemma": {
-        "dtype": torch.bfloat16,
-        "head_dim": 256,
-        "soft_cap": 30.0,
-        "sliding_window": 33,
+        "dtype": torch.bfloat16, "head_dim": 256, "soft_cap": 30.0, "sliding_window": 33,
     },
-}
+}  # fmt: skip
 
 
 def main() -> int:
@@ -85,10 +82,11 @@ def serve(root: Path, options: argparse.Namespace) -> int:
     for name, extra in models.items():
         shape = Shape(**extra)
         for path in options.paths:
-            row = {"engine": kind, "version": version, "model": name, "path": path}
-            row["kernels"] = "flashinfer" if options.peer else "preflash"
-            row["backend"] = options.backend
-            row["device"] = device.type
+            row = {
+                "engine": kind, "version": version, "model": name, "path": path,
+                "kernels": "flashinfer" if options.peer else "preflash",
+                "backend": options.backend, "device": device.type,
+            }  # fmt: skip
             try:
                 row.update(_run(loaded, shape, device, path, options))
                 row["result"] = "ok"
@@ -121,10 +119,9 @@ def _run(loaded, shape: Shape, device: torch.device, path: str, options) -> dict
         row = check(model, served, tokens=not options.time)
         row["wrappers"] = sorted({_brief(w) for w in engine.wrappers()})
         if options.time:
-            runs = [
-                Scheduler(engine, model, path, load).serve(replays) for _ in range(options.time)
-            ]
-            median = sorted(runs, key=lambda r: r.total_s)[options.time // 2]
+            again = (Scheduler(engine, model, path, load) for _ in range(options.time))
+            runs = sorted((each.serve(replays) for each in again), key=lambda r: r.total_s)
+            median = runs[options.time // 2]
             first = sorted(r.first_token_s for r in runs)[options.time // 2]
             decoded = len(load.prompts) * (load.generated - 1)
             row["ttft_ms"] = round(1e3 * first, 2)

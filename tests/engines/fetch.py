@@ -27,41 +27,28 @@ def main() -> None:
     parser.add_argument(
         "--archive", type=Path, help="the same as a .txz, for a machine without PyPI"
     )
-    parser.add_argument("--wheels", type=Path, help="keeps wheels here, and takes those that are")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        wheels = options.wheels or Path(temporary)
-        for release in options.releases:
-            if "@" in release:
-                check_out(release, options.out)
-            else:
-                unpack(wheel(release, wheels), options.out)
+    for release in options.releases:
+        (check_out if "@" in release else download)(release, options.out)
     if options.archive:
         with tarfile.open(options.archive, "w:xz") as archive:
             archive.add(options.out, arcname=".")
 
 
-def wheel(release: str, directory: Path) -> Path:
-    name, _, version = release.partition("==")
-    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
-    if not list(directory.glob(pattern)):
+def download(release: str, out: Path) -> None:
+    """Extracts from a wheel the attention backends and what they import, not the models."""
+    with tempfile.TemporaryDirectory() as directory:
         # Nothing of it is run but Python files, so any platform's wheel does.
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(directory)]
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", directory]
         command += ["--only-binary=:all:", "--python-version=3.12", release]
         subprocess.run(command, check=True)
-    return next(directory.glob(pattern))
-
-
-def unpack(path: Path, out: Path) -> None:
-    """Extracts the attention backends and what they import, not the models."""
-    name, version = path.name.split("-")[:2]
-    target = out / f"{name}-{version}"
-    with zipfile.ZipFile(path) as file:
-        for member in file.namelist():
-            if member.endswith(".dist-info/METADATA") or (
-                member.endswith(".py") and member.startswith(WANTED[name])
-            ):
-                file.extract(member, target)
+        (wheel,) = Path(directory).iterdir()
+        name, version = wheel.name.split("-")[:2]
+        with zipfile.ZipFile(wheel) as file:
+            for member in file.namelist():
+                wanted = member.endswith(".py") and member.startswith(WANTED[name])
+                if wanted or member.endswith(".dist-info/METADATA"):
+                    file.extract(member, out / f"{name}-{version}")
 
 
 def check_out(release: str, out: Path) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import preflash
 
-from .stand_ins import _StandIn
+from .stand_ins import StandIn
 
 _MODULES = ("attention", "cascade", "cudnn", "decode", "page", "pod", "prefill", "quantization")
 
@@ -24,16 +24,16 @@ def install() -> str:
         source = importlib.import_module(f"preflash.{name}")
         module = _module(f"flashinfer.{name}")
         setattr(root, name, module)
-        for public in source.__all__:
-            setattr(module, public, getattr(source, public))
-            setattr(root, public, getattr(source, public))
+        functions = {public: getattr(source, public) for public in source.__all__}
+        vars(module).update(functions)
+        vars(root).update(functions)
     for name in ("utils", "mla", "norm", "fused_moe", "comm", "rope", "sampling"):
         setattr(root, name, _module(f"flashinfer.{name}"))
     return "flashinfer is not installed: modules of that name hold preflash's functions"
 
 
 def _module(name: str) -> ModuleType:
-    module = _StandIn(name)
+    module = StandIn(name)
     module.__path__ = []
     module.__version__ = "0.7.2"
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)

@@ -37,7 +37,8 @@ class _Parameters:
             "paged_kv_last_page_len": MAX_REQUESTS,
         }
         self._all = {
-            n: torch.zeros(s, dtype=torch.int32, device=self.device) for n, s in sizes.items()
+            name: torch.zeros(size, dtype=torch.int32, device=self.device)
+            for name, size in sizes.items()
         }
 
     def fill_params(
@@ -51,11 +52,8 @@ class _Parameters:
             "paged_kv_last_page_len": torch.tensor([(n - 1) % page_size + 1 for n in lengths]),
         }
         for name, value in values.items():
-            host = value.to(torch.int32)
-            setattr(self, f"{name}_h", host)
-            on_device = self._all[name][: len(host)]
-            on_device.copy_(host)
-            setattr(self, f"{name}_d", on_device)
+            setattr(self, f"{name}_h", value.int())
+            setattr(self, f"{name}_d", self._all[name][: len(value)].copy_(value))
 
 
 def _quantized(x, out, _scale, _static) -> None:
@@ -65,13 +63,11 @@ def _quantized(x, out, _scale, _static) -> None:
 def load(root: Path, device: torch.device):
     """Loads the module of RTP-LLM's wrappers from the directory that holds `rtp_llm`."""
     finder = Finder(root, "rtp_llm", REAL, ())
-    values = finder.values
-    values["rtp_llm.models_py.utils.arch"] = {"is_sm90": lambda: True, "is_sm10x": lambda: False}
-    values["rtp_llm.ops"] = {"KvCacheDataType": _CacheType}
-    values["rtp_llm.ops.compute_ops"] = {
-        "rtp_llm_ops": SimpleNamespace(
-            FlashInferMlaAttnParams=_Parameters, per_tensor_quant_fp8=_quantized
-        )
+    ops = SimpleNamespace(FlashInferMlaAttnParams=_Parameters, per_tensor_quant_fp8=_quantized)
+    finder.values = {
+        "rtp_llm.models_py.utils.arch": {"is_sm90": lambda: True, "is_sm10x": lambda: False},
+        "rtp_llm.ops": {"KvCacheDataType": _CacheType},
+        "rtp_llm.ops.compute_ops": {"rtp_llm_ops": ops},
     }
     _Parameters.device = device
     finder.install()
@@ -87,59 +83,42 @@ class RtpLlmEngine:
         self._module, self._shape, self._device, self._load = loaded.module, shape, device, load
         _Parameters.num_pages = load.num_pages
         self._configs = SimpleNamespace(
-            head_num=shape.num_qo_heads,
-            kv_head_num=shape.num_kv_heads,
-            size_per_head=shape.head_dim,
-            kernel_tokens_per_block=PAGE,
-            dtype=shape.dtype,
+            head_num=shape.num_qo_heads, kv_head_num=shape.num_kv_heads,
+            size_per_head=shape.head_dim, kernel_tokens_per_block=PAGE, dtype=shape.dtype,
             kv_cache_dtype=_CacheType.FP8 if shape.fp8_cache else _CacheType.BASE,
-            max_seq_len=load.max_length,
-            is_causal=True,
-        )
+            max_seq_len=load.max_length, is_causal=True,
+        )  # fmt: skip
         size = (load.num_pages, 2, shape.num_kv_heads, PAGE, shape.head_dim)
         self._caches = [empty_cache(size, shape, device) for _ in range(shape.num_layers)]
-        self._ops: dict[str, object] = {}
+        self._ops: dict[tuple, object] = {}
 
     def begin(self, batch: Batch, slots: torch.Tensor) -> None:
         decode = all(n == 1 for n in batch.new)
         prefixes = [r.computed for r in batch.requests]
-        self._kind = "decode" if decode else "paged" if any(prefixes) else "ragged"
-        self._graph = batch.graph
-        new = torch.tensor(batch.new, dtype=torch.int32)
+        self._kind = "Decode" if decode else "PrefillPaged" if any(prefixes) else "Prefill"
         table = batch.block_table(self._load.max_length // PAGE)
-        before = torch.tensor(prefixes, dtype=torch.int32)
-        none = torch.zeros(0, dtype=torch.int32)
+        before, none = torch.tensor(prefixes).int(), torch.zeros(0, dtype=torch.int32)
         inputs = SimpleNamespace(
-            is_prefill=not decode,
-            is_cuda_graph=batch.graph,
+            is_prefill=not decode, is_cuda_graph=batch.graph,
             prefix_lengths=none if decode else before,
             sequence_lengths=before if decode else none,
-            input_lengths=new,
+            input_lengths=torch.tensor(batch.new).int(),
             kv_cache_kernel_block_id=table,
             kv_cache_kernel_block_id_device=table.to(self._device),
-            cu_seqlens=batch.starts,
-            cu_seqlens_device=batch.starts.to(self._device),
-            prefill_cuda_graph_copy_params=None,
-            padding_offset=None,
-        )
+            cu_seqlens=batch.starts, cu_seqlens_device=batch.starts.to(self._device),
+            prefill_cuda_graph_copy_params=None, padding_offset=None,
+        )  # fmt: skip
         self._slots = slots
-        name = f"{self._kind}, graph" if batch.graph else self._kind
-        op = self._ops.get(name)
-        if op is None:
-            kinds = {
-                "decode": "PyFlashinferDecodeAttnOp",
-                "paged": "PyFlashinferPrefillPagedAttnOp",
-                "ragged": "PyFlashinferPrefillAttnOp",
-            }
-            kind = getattr(self._module, kinds[self._kind])
-            arguments = () if self._kind == "ragged" else (inputs,)
-            op = self._ops[name] = kind(self._configs, *arguments)
-            self._parameters = op.prepare(inputs)
-        elif batch.graph:
-            op.prepare_for_cuda_graph_replay(inputs)
-        else:
-            self._parameters = op.prepare(inputs)
-        self._op = op
+        key = self._kind, batch.graph
+        self._op = self._ops.get(key)
+        if self._op is not None and batch.graph:
+            self._op.prepare_for_cuda_graph_replay(inputs)
+            return
+        if self._op is None:
+            make = getattr(self._module, f"PyFlashinfer{self._kind}AttnOp")
+            arguments = () if self._kind == "Prefill" else (inputs,)
+            self._op = self._ops[key] = make(self._configs, *arguments)
+        self._parameters = self._op.prepare(inputs)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = self._caches[layer]
@@ -147,11 +126,10 @@ class RtpLlmEngine:
         for side, new in enumerate((k, v)):
             write(cache[:, side].transpose(1, 2), (page, offset), new)
         layer_cache = SimpleNamespace(kv_cache_base=cache)
-        if self._kind == "decode":
-            return self._op.forward(q, layer_cache, self._parameters)
-        if self._kind == "paged":
-            return self._op.forward(q, layer_cache)
-        return self._op.forward(q, k, v)
+        if self._kind == "Prefill":
+            return self._op.forward(q, k, v)
+        parameters = (self._parameters,) if self._kind == "Decode" else ()
+        return self._op.forward(q, layer_cache, *parameters)
 
     def wrappers(self) -> list:
         return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -57,15 +56,12 @@ class Batch:
 
     def inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns token ids, positions and slots of the new tokens."""
-        spans = [
-            (r, r.computed, r.computed + n) for r, n in zip(self.requests, self.new, strict=True)
+        rows = [
+            (r.tokens[i], i, r.slots[i])
+            for r, total in zip(self.requests, self.total, strict=True)
+            for i in range(r.computed, total)
         ]
-        lists = (
-            [t for r, a, b in spans for t in r.tokens[a:b]],
-            [p for _, a, b in spans for p in range(a, b)],
-            [s for r, a, b in spans for s in r.slots[a:b]],
-        )
-        return tuple(torch.tensor(values, device=device) for values in lists)
+        return torch.tensor(rows, device=device).t().contiguous().unbind()
 
     @property
     def starts(self) -> torch.Tensor:
@@ -77,16 +73,6 @@ class Batch:
         for row, request in zip(table, self.requests, strict=True):
             row[: len(request.pages)] = torch.tensor(request.pages)
         return table
-
-
-class Engine(Protocol):
-    """Attention of an engine, which this harness drives."""
-
-    def begin(self, batch: Batch, slots: torch.Tensor) -> None:
-        """Builds the metadata of a step. slots: where the new tokens' keys go."""
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns [tokens, num_qo_heads, head_dim], after k and v are written into the cache."""
 
 
 class Model:
@@ -161,19 +147,6 @@ def reference_attention(shape: Shape):
     return attend
 
 
-class Pool:
-    """Hands out pages in shuffled order."""
-
-    def __init__(self, num_pages: int) -> None:
-        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
-        self.free = order.tolist()
-
-    def grow(self, request: Request, length: int) -> None:
-        while len(request.slots) < length:
-            page = self.free.pop()
-            request.slots += range(page * PAGE, (page + 1) * PAGE)
-
-
 def empty_cache(size: tuple[int, ...], shape: Shape, device: torch.device) -> torch.Tensor:
     """Returns a cache of NaN: values that the engine never wrote must not matter."""
     dtype = torch.float8_e4m3fn if shape.fp8_cache else shape.dtype
@@ -197,10 +170,6 @@ class Load:
     generated: int = 6
     shared: int = 64
     chunk: int = 48
-
-    def __post_init__(self) -> None:
-        assert self.shared % PAGE == 0
-        assert self.shared <= self.prompts[-1]
 
     @property
     def max_length(self) -> int:
@@ -233,31 +202,41 @@ class Served:
 
 
 class Scheduler:
-    def __init__(self, engine: Engine, model: Model, path: str, load: Load) -> None:
-        """path: "eager", "chunked", "prefix" or "graph"."""
+    def __init__(self, engine, model: Model, path: str, load: Load) -> None:
+        """Serves a load by an engine's attention.
+
+        Args:
+            engine: begin(batch, slots) builds the metadata of a step, whose new tokens' keys go to
+                these slots. attend(layer, q, k, v) writes k and v into the cache and returns
+                [tokens, num_qo_heads, head_dim].
+            path: "eager", "chunked", "prefix" or "graph".
+        """
         self._engine, self._model, self._path, self._load = engine, model, path, load
         prompts = load.tokens(model.shape.vocabulary, path)
         self.requests = [Request(tokens, index) for index, tokens in enumerate(prompts)]
         self._goals = [len(tokens) + load.generated for tokens in prompts]
-        self._pool = Pool(load.num_pages)
+        order = torch.randperm(load.num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
+        self._free_pages = order.tolist()
         self._logits: list[list[torch.Tensor]] = [[] for _ in prompts]
 
     def step(self, chosen: list[tuple[Request, int]], replays: dict[int, Replay]) -> None:
-        engine, model = self._engine, self._model
+        model = self._model
         chosen = sorted(chosen, key=lambda pair: pair[1] > 1)
         batch = Batch([r for r, _ in chosen], [n for _, n in chosen])
         for request, total in zip(batch.requests, batch.total, strict=True):
-            self._pool.grow(request, total)
+            while len(request.slots) < total:
+                first = self._free_pages.pop() * PAGE
+                request.slots += range(first, first + PAGE)
         batch.graph = self._path == "graph" and all(n == 1 for n in batch.new)
         inputs = batch.inputs(model.device)
         if batch.graph:
             size = len(chosen)
-            replay = replays.setdefault(size, Replay(engine, model, size))
+            replay = replays.setdefault(size, Replay(self._engine, model, size))
             found = replay(batch, *inputs)
         else:
             tokens, positions, slots = inputs
-            engine.begin(batch, slots)
-            found = model(tokens, positions, engine.attend)
+            self._engine.begin(batch, slots)
+            found = model(tokens, positions, self._engine.attend)
         rows = found[(batch.starts[1:] - 1).tolist()]
         picked = rows.argmax(-1).tolist()
         for i, (request, n) in enumerate(zip(batch.requests, batch.new, strict=True)):
@@ -269,12 +248,9 @@ class Scheduler:
     def _chosen(self) -> list[tuple[Request, int]]:
         left = self._load.chunk if self._path == "chunked" else 1 << 30
         chosen = []
-        unfinished = [
-            r for r, goal in zip(self.requests, self._goals, strict=True) if len(r.tokens) < goal
-        ]
-        for request in sorted(unfinished, key=lambda r: len(r.tokens) - r.computed):
+        for request in sorted(self.requests, key=lambda r: len(r.tokens) - r.computed):
             n = min(left, len(request.tokens) - request.computed)
-            if n:
+            if n and len(request.tokens) < self._goals[request.index]:
                 chosen.append((request, n))
                 left -= n
         return chosen
@@ -300,7 +276,7 @@ class Replay:
     """Decode steps of one batch size: captured in a CUDA graph, or on the CPU the same calls
     without the capture."""
 
-    def __init__(self, engine: Engine, model: Model, size: int) -> None:
+    def __init__(self, engine, model: Model, size: int) -> None:
         self._engine, self._model = engine, model
         zeros = torch.zeros(size, dtype=torch.int64, device=model.device)
         self._inputs = [zeros.clone() for _ in range(3)]

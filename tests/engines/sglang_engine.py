@@ -69,24 +69,6 @@ class _TorchWithoutCuda:
         return make
 
 
-def _pack_stream(table, rows, lengths, indptr, out, starts=None) -> None:
-    """Writes the slots of each request's keys, one request after another."""
-    for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        start = 0 if starts is None else int(starts[i])
-        begin = int(indptr[i])
-        out[begin : begin + length] = table[row, start : start + length]
-
-
-class _Launch:
-    """create_flashinfer_kv_indices_triton, the kernel of earlier releases."""
-
-    def __getitem__(self, _grid):
-        def launch(table, rows, lengths, indptr, starts, out, _stride, *_args, **_kwargs) -> None:
-            _pack_stream(table, rows, lengths, indptr, out, starts)
-
-        return launch
-
-
 class _Translator:
     """kv_index_translator where slots of the table are those of the pool."""
 
@@ -95,15 +77,18 @@ class _Translator:
     def __init__(self, table: torch.Tensor) -> None:
         self._table = table
 
-    def pack_read_stream(
-        self, _plan, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, kind=None
-    ) -> None:
-        _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
+    def pack_read_stream(self, _plan, **options) -> None:
+        self.fill_packed_read_stream(**options)
 
     def fill_packed_read_stream(
-        self, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, **_kwargs
+        self, *, req_pool_indices, seq_lens, indptr, out, kv_start_idx=None, **_
     ) -> None:
-        _pack_stream(self._table, req_pool_indices, seq_lens, indptr, out, kv_start_idx)
+        """Writes the slots of each request's keys, one request after another."""
+        requests = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+        for i, (row, length) in enumerate(requests):
+            start = 0 if kv_start_idx is None else int(kv_start_idx[i])
+            begin = int(indptr[i])
+            out[begin : begin + length] = self._table[row, start : start + length]
 
 
 class _Pool:
@@ -131,138 +116,85 @@ class _Pool:
 
 def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
     """Loads the backend of that name on the modules in the directory that holds `sglang`."""
-    finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
-    environment = _Environment()
     if device.type == "cuda":
         ENVIRONMENT["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = 384 << 20
-    values = finder.values
-    values["sglang.srt.environ"] = {"envs": environment}
-    off = SimpleNamespace(enable_mis=False)
-    values["sglang.srt.runtime_context"] = {
-        "get_buffer": lambda _name, make: make(),
-        "get_exec": lambda: SimpleNamespace(
-            features=off, deterministic=SimpleNamespace(enable_deterministic_inference=False)
-        ),
-        "get_parallel": lambda: SimpleNamespace(attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1),
-        "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=None),
-        "get_platform": lambda: SimpleNamespace(is_sm100=False),
-    }
-    values["sglang.kernels.kernel_api_logging"] = {"debug_kernel_api": lambda f: f}
-    values["sglang.srt.dllm.config"] = {
-        "DllmConfig": SimpleNamespace(from_server_args=lambda _a: None)
-    }
-    values["sglang.srt.layers.dp_attention"] = {
-        "get_attention_tp_size": lambda: 1,
-        "DpPaddingMode": SimpleNamespace(),
-    }
-    values["sglang.srt.mem_cache.base_swa_memory_pool"] = {"BaseSWAKVPool": type("Swa", (), {})}
-    values["sglang.srt.mem_cache.swa_memory_pool"] = {
-        "SWAKVPool": type("Swa", (), {}),
-        "SWATokenToKVPoolAllocator": type("Swa", (), {}),
-    }
-    values["sglang.srt.mem_cache.memory_pool"] = {"KVWriteLoc": _WriteLoc}
-    values["sglang.srt.layers.attention.verify_mask"] = {
-        "maybe_create_verify_mask": lambda **_kwargs: None
-    }
-    common = {
+    off = SimpleNamespace(enable_mis=False, enable_deterministic_inference=False)
+    utils = {
         "is_flashinfer_available": lambda: True,
-        "is_sm100_supported": lambda: False,
-        "is_npu": lambda: False,
-        "is_hip": lambda: False,
-        "is_cpu": lambda: False,
         "get_int_env_var": lambda _name, default=0: default,
         "get_bool_env_var": lambda _name, default="false": default == "true",
         "get_cuda_graph_max_batch_size": lambda size: max(size, MAX_REQUESTS),
         "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
-        "get_compiler_backend": lambda *_, **__: "inductor",
         "support_triton": lambda _name: True,
     }
-    values["sglang.srt.utils"] = common
-    values["sglang.srt.utils.common"] = common
-    for name in ("sglang.srt.layers.attention.utils", "sglang.kernels.ops.attention.kv_indices"):
-        values[name] = {
-            "create_flashinfer_kv_indices_triton": _Launch(),
-            "assert_buffer_fits": lambda *_, **__: None,
-        }
-    piecewise = {
-        "is_in_tc_piecewise_cuda_graph": lambda: False,
-        "is_in_piecewise_cuda_graph": lambda: False,
+    finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
+    modules = {
+        "environ": {"envs": _Environment()},
+        "runtime_context": {
+            "get_buffer": lambda _name, make: make(),
+            "get_exec": lambda: SimpleNamespace(features=off, deterministic=off),
+            "get_parallel": lambda: SimpleNamespace(
+                attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1
+            ),
+            "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=None),
+        },
+        "dllm.config": {"DllmConfig": SimpleNamespace(from_server_args=lambda _: None)},
+        "layers.attention.verify_mask": {"maybe_create_verify_mask": lambda **_: None},
+        "mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": type("Swa", (), {})},
+        "mem_cache.memory_pool": {"KVWriteLoc": _WriteLoc},
+        "utils": utils,
+        "utils.common": utils,
     }
-    runner = "sglang.srt.model_executor"
-    values[f"{runner}.runner_backend_utils.tc_piecewise_cuda_graph"] = piecewise
-    values["sglang.srt.compilation.piecewise_context_manager"] = piecewise
+    finder.values = {f"sglang.srt.{name}": values for name, values in modules.items()}
+    finder.values["sglang.kernels.kernel_api_logging"] = {"debug_kernel_api": lambda f: f}
     finder.install()
     module = importlib.import_module(BACKENDS[backend])
-    if backend == "PREFLASH":
-        return SimpleNamespace(module=module, loaded=finder.loaded, engine=PreflashEngine)
-    if device.type != "cuda":
+    if backend == "FLASHINFER" and device.type != "cuda":
         module.torch = _TorchWithoutCuda()
-    return SimpleNamespace(module=module, loaded=finder.loaded, engine=SglangEngine)
+    engine = SglangEngine if backend == "FLASHINFER" else PreflashEngine
+    return SimpleNamespace(module=module, loaded=finder.loaded, engine=engine)
 
 
 class SglangEngine:
     def __init__(self, loaded, shape: Shape, device: torch.device, path: str, load: Load) -> None:
         # Its ragged prefill of requests without a prefix does not hand on the window.
         ENVIRONMENT["SGLANG_FLASHINFER_USE_PAGED"] = shape.sliding_window is not None
-        self._module, self._device, self._path = loaded.module, device, path
-        self._modes = importlib.import_module(f"{REAL[3]}").ForwardMode
+        self._module, self._device = loaded.module, device
+        self._modes = importlib.import_module(REAL[3]).ForwardMode
         self._table = torch.zeros(MAX_REQUESTS, load.max_length, dtype=torch.int32, device=device)
-        self._pool = _Pool(shape, device, load)
+        pool = _Pool(shape, device, load)
         window = None if shape.sliding_window is None else shape.sliding_window - 1
-        config = SimpleNamespace(
-            num_attention_heads=shape.num_qo_heads,
-            get_max_num_attention_heads=lambda: shape.num_qo_heads,
-            get_num_kv_heads=lambda *_: shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.head_dim,
-            context_len=load.max_length,
-            is_multimodal=False,
-            is_encoder_decoder=False,
-            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
-        )
         attention = importlib.import_module(REAL[2]).RadixAttention
         layers = [
             attention(
-                shape.num_qo_heads,
-                shape.head_dim,
-                shape.scale,
-                shape.num_kv_heads,
-                index,
+                shape.num_qo_heads, shape.head_dim, shape.scale, shape.num_kv_heads, index,
                 logit_cap=shape.soft_cap or 0.0,
                 sliding_window_size=-1 if window is None else window,
             )
             for index in range(shape.num_layers)
-        ]
+        ]  # fmt: skip
         self._layers = torch.nn.ModuleList(layers)
-        self._runner = SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(req_to_token=self._table, size=MAX_REQUESTS),
-            token_to_kv_pool=self._pool,
-            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self._pool),
-            kv_index_translator=_Translator(self._table),
-            server_args=SimpleNamespace(
-                enable_deterministic_inference=False,
-                disable_piecewise_cuda_graph=True,
-                enable_mis=False,
-                multi_item_scoring_delimiter=None,
-                attention_backend="flashinfer",
-            ),
-            model_config=config,
-            prefill_attention_backend_str="flashinfer",
-            decode_attention_backend_str="flashinfer",
-            kv_cache_dtype=self._pool.get_kv_buffer(0)[0].dtype,
-            dtype=shape.dtype,
+        runner = SimpleNamespace(
+            model=self._layers, dtype=shape.dtype, device=str(device),
+            page_size=self._page_size(path), sliding_window_size=window,
+            token_to_kv_pool=pool, kv_cache_dtype=pool.get_kv_buffer(0)[0].dtype,
             kv_cache_dtype_str="fp8_e4m3" if shape.fp8_cache else "auto",
-            model=self._layers,
-            page_size=self._page_size(path),
-            sliding_window_size=window,
-            device=str(device),
-            is_draft_worker=False,
-            init_new_workspace=False,
-            use_mla_backend=False,
-            attention_chunk_size=None,
-            spec_algorithm=_NoSpeculation(),
-        )
-        self._backend = self._make_backend(self._runner)
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+            req_to_token_pool=SimpleNamespace(req_to_token=self._table, size=MAX_REQUESTS),
+            kv_index_translator=_Translator(self._table),
+            server_args=None,
+            model_config=SimpleNamespace(
+                num_attention_heads=shape.num_qo_heads, head_dim=shape.head_dim,
+                get_max_num_attention_heads=lambda: shape.num_qo_heads,
+                get_num_kv_heads=lambda *_: shape.num_kv_heads, v_head_dim=shape.head_dim,
+                context_len=load.max_length, is_multimodal=False, is_encoder_decoder=False,
+                hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+            ),
+            prefill_attention_backend_str="flashinfer", decode_attention_backend_str="flashinfer",
+            is_draft_worker=False, init_new_workspace=False, use_mla_backend=False,
+            attention_chunk_size=None, spec_algorithm=_NoSpeculation(),
+        )  # fmt: skip
+        self._backend = self._make_backend(runner)
         if path == "graph":
             self._backend.init_cuda_graph_state(MAX_REQUESTS, MAX_REQUESTS)
         self._captured: set[int] = set()
@@ -277,52 +209,30 @@ class SglangEngine:
         for request in batch.requests:
             row = torch.tensor(request.slots, dtype=torch.int32)
             self._table[request.index, : len(row)] = row.to(self._device)
-        decode = all(n == 1 for n in batch.new)
+        self._decode = all(n == 1 for n in batch.new)
         # The scheduler's device tensors keep their addresses between replays.
         lengths = torch.tensor(batch.total, dtype=torch.int64)
         prefixes = [r.computed for r in batch.requests]
         self._forward = SimpleNamespace(
-            forward_mode=self._modes.DECODE if decode else self._modes.EXTEND,
+            forward_mode=self._modes.DECODE if self._decode else self._modes.EXTEND,
             batch_size=len(batch.new),
             req_pool_indices=torch.tensor([r.index for r in batch.requests], device=self._device),
-            seq_lens=lengths.to(self._device),
-            seq_lens_cpu=lengths,
-            seq_lens_sum=int(lengths.sum()),
-            out_cache_loc=slots,
-            positions=slots,
-            input_ids=slots,
+            seq_lens=lengths.to(self._device), seq_lens_cpu=lengths, seq_lens_sum=sum(batch.total),
+            out_cache_loc=slots, positions=slots, input_ids=slots,
             extend_prefix_lens=torch.tensor(prefixes, device=self._device),
             extend_prefix_lens_cpu=prefixes,
             extend_seq_lens=torch.tensor(batch.new, device=self._device),
             extend_seq_lens_cpu=batch.new,
-            encoder_lens=None,
-            spec_info=None,
-            cross_attention_custom_mask=None,
-            multi_item_delimiter_indices=None,
-            kv_loc_plan=None,
-        )
-        self._decode = decode
+            encoder_lens=None, spec_info=None, cross_attention_custom_mask=None,
+            multi_item_delimiter_indices=None, kv_loc_plan=None,
+        )  # fmt: skip
         if not batch.graph:
             self._backend.init_forward_metadata(self._forward)
             return
         size = len(batch.new)
-        self._plan_graph(size, in_capture=size not in self._captured)
+        in_capture = size not in self._captured
+        self._backend.init_forward_metadata_out_graph(self._forward, in_capture=in_capture)
         self._captured.add(size)
-
-    def _plan_graph(self, size: int, in_capture: bool) -> None:
-        backend, forward = self._backend, self._forward
-        if hasattr(backend, "init_forward_metadata_out_graph"):
-            backend.init_forward_metadata_out_graph(forward, in_capture=in_capture)
-        elif in_capture:
-            backend.init_forward_metadata_capture_cuda_graph(
-                size, size, forward.req_pool_indices, forward.seq_lens, None,
-                forward.forward_mode, None,
-            )  # fmt: skip
-        else:
-            backend.init_forward_metadata_replay_cuda_graph(
-                size, forward.req_pool_indices, forward.seq_lens, forward.seq_lens_sum, None,
-                forward.forward_mode, None, forward.seq_lens_cpu,
-            )  # fmt: skip
         if self._device.type != "cuda":  # where nothing was captured, the calls are made again
             self._use_wrappers_of_graph(size)
 

@@ -33,10 +33,6 @@ BACKENDS = {
 MAX_REQUESTS = 16
 
 
-def no(*_args, **_kwargs) -> bool:
-    return False
-
-
 class _Buffer:
     """CpuGpuBuffer of vllm.v1.utils, which imports its whole engine."""
 
@@ -50,49 +46,34 @@ class _Buffer:
 
 
 class _Platform:
+    """A GPU of the device's compute capability; of 9.0 for the CPU."""
+
     device_type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
-        self._capability = (
-            torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-        )
+        on_gpu = device.type == "cuda"
+        self._version = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
 
     def fp8_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn
 
     def get_device_capability(self, _id: int = 0) -> SimpleNamespace:
-        major, minor = self._capability
+        major, minor = self._version
         return SimpleNamespace(major=major, minor=minor, to_int=lambda: 10 * major + minor)
 
     def is_device_capability(self, value, _id: int = 0) -> bool:
-        number = value if isinstance(value, int) else 10 * value[0] + value[1]
-        return number == 10 * self._capability[0] + self._capability[1]
+        return self._version == (divmod(value, 10) if isinstance(value, int) else value)
 
     def is_device_capability_family(self, value: int, _id: int = 0) -> bool:
-        return value // 10 == self._capability[0]
+        return value // 10 == self._version[0]
 
     def has_device_capability(self, value, _id: int = 0) -> bool:
-        number = value if isinstance(value, int) else 10 * value[0] + value[1]
-        return number <= 10 * self._capability[0] + self._capability[1]
-
-    def is_cuda(self) -> bool:
-        return True
-
-    def is_cuda_alike(self) -> bool:
-        return True
-
-    def is_pin_memory_available(self) -> bool:
-        return self.device_type == "cuda" and torch.cuda.is_available()
+        return self._version >= (divmod(value, 10) if isinstance(value, int) else value)
 
     def __getattr__(self, name: str):
         if name.startswith("is_"):
-            return lambda *_, **__: False
+            return lambda *_, **__: name in ("is_cuda", "is_cuda_alike")
         raise AttributeError(name)
-
-
-class _Logger:
-    def __getattr__(self, name: str):
-        return lambda *_, **__: None
 
 
 class _Kernel:
@@ -121,94 +102,73 @@ def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return x.to(torch.float8_e4m3fn), scale
 
 
+class _CUDAGraphMode(Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+    def decode_mode(self):
+        return self
+
+    def has_full_cudagraphs(self):
+        return self is _CUDAGraphMode.FULL
+
+
 def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
     """Loads the backend of that name on the modules in the directory that holds `vllm`."""
-    finder = Finder(root, "vllm", REAL, ABSENT)
+    on_gpu, layers = device.type == "cuda", {}
     environment = SimpleNamespace(
         VLLM_BATCH_INVARIANT=False,
-        VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE=(394 if device.type == "cuda" else 8) << 20,
+        VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE=(394 if on_gpu else 8) << 20,
         VLLM_KV_CACHE_LAYOUT=None,
-        VLLM_USE_TRTLLM_ATTENTION=None,
     )
-    platform = _Platform(device)
     group = SimpleNamespace(world_size=1, rank_in_group=0)
-
-    class CUDAGraphMode(Enum):
-        NONE = 0
-        PIECEWISE = 1
-        FULL = 2
-
-        def decode_mode(self):
-            return self
-
-        def has_full_cudagraphs(self):
-            return self is CUDAGraphMode.FULL
-
-    layers: dict[str, object] = {}
-    values = finder.values
-    values["vllm"] = {"envs": environment, "_custom_ops": SimpleNamespace(scaled_fp8_quant=_to_fp8)}
-    values["vllm.envs"] = vars(environment)
-    values["vllm.config"] = {
-        "CUDAGraphMode": CUDAGraphMode,
-        "get_current_vllm_config_or_none": lambda: None,
-        "get_layers_from_vllm_config": lambda _config, _kind, names=None: {
-            name: layers[name] for name in (names or layers)
+    finder = Finder(root, "vllm", REAL, ABSENT)
+    finder.values = {
+        "vllm": {"envs": environment, "_custom_ops": SimpleNamespace(scaled_fp8_quant=_to_fp8)},
+        "vllm.envs": vars(environment),
+        "vllm.config": {
+            "CUDAGraphMode": _CUDAGraphMode,
+            "get_current_vllm_config_or_none": lambda: None,
+            "get_layers_from_vllm_config": lambda _config, _kind, names=None: {
+                name: layers[name] for name in (names or layers)
+            },
         },
+        "vllm.platforms": {"current_platform": _Platform(device)},
+        "vllm.distributed.parallel_state": {
+            "get_dcp_group": lambda: group,
+            "get_pcp_group": lambda: group,
+            "get_dcp_world_size_and_rank": lambda *_: (1, 0),
+        },
+        "vllm.distributed.kv_transfer.kv_connector.utils": {
+            "get_kv_connector_cache_layout": lambda *_: "NHD"
+        },
+        "vllm.utils.flashinfer": {"force_use_trtllm_attention": lambda: False},
+        "vllm.utils.platform_utils": {"is_pin_memory_available": lambda: on_gpu},
+        "vllm.utils.torch_version": {"is_torch_equal_or_newer": lambda _: True},
+        "vllm.v1.utils": {"CpuGpuBuffer": _Buffer},
+        "vllm.utils.gpu_sync_debug": {"gpu_sync_allowed": nullcontext},
     }
-    values["vllm.logger"] = {"init_logger": lambda _name: _Logger()}
-    values["vllm.platforms"] = {"current_platform": platform}
-    values["vllm.distributed.parallel_state"] = {
-        "get_dcp_group": lambda: group,
-        "get_pcp_group": lambda: group,
-        "get_dcp_world_size_and_rank": lambda *_: (1, 0),
-    }
-    values["vllm.distributed.kv_transfer.kv_connector.utils"] = {
-        "get_kv_connector_cache_layout": lambda *_: "NHD"
-    }
-    values["vllm.utils.flashinfer"] = {
-        "can_use_trtllm_attention": no,
-        "use_trtllm_attention": no,
-        "supports_trtllm_attention": no,
-        "force_use_trtllm_attention": lambda: False,
-        "pin_host_range_buf": lambda *_: None,
-    }
-    values["vllm.utils.platform_utils"] = {
-        "is_pin_memory_available": lambda: device.type == "cuda",
-        "num_compute_units": lambda *_: 1,
-    }
-    values["vllm.utils.torch_version"] = {
-        "is_torch_equal_or_newer": lambda _v: True,
-        "is_torch_equal": no,
-    }
-    values["vllm.v1.utils"] = {"CpuGpuBuffer": _Buffer}
-    values["vllm.utils.gpu_sync_debug"] = {"gpu_sync_allowed": nullcontext}
-    if device.type == "cuda":
+    if on_gpu:
         import triton
         import triton.language as tl
 
-        values["vllm.triton_utils"] = {"triton": triton, "tl": tl}
+        finder.values["vllm.triton_utils"] = {"triton": triton, "tl": tl}
     finder.install()
     path, name = BACKENDS[backend]
     module = importlib.import_module(path)
-    if device.type != "cuda" and backend == "FLASHINFER":
+    if backend == "FLASHINFER" and not on_gpu:
         module._copy_page_indices_kernel = _Kernel()
-    if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
-        library = torch.library.Library("_C_cache_ops", "DEF")
-        library.define(
-            "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) k_cache, "
-            "Tensor(b!) v_cache, Tensor slots, str dtype, Tensor k_scale, Tensor v_scale) -> ()"
-        )
-        library.impl(
-            "reshape_and_cache_flash", _reshape_and_cache_flash, "CompositeExplicitAutograd"
-        )
-        module._kept_library = library
-    return SimpleNamespace(
-        backend=getattr(module, name),
-        modes=CUDAGraphMode,
-        layers=layers,
-        loaded=finder.loaded,
-        engine=VllmEngine if backend == "FLASHINFER" else PreflashEngine,
+    library = module._kept_library = torch.library.Library("_C_cache_ops", "DEF")
+    library.define(
+        "reshape_and_cache_flash(Tensor key, Tensor value, Tensor(a!) k_cache, "
+        "Tensor(b!) v_cache, Tensor slots, str dtype, Tensor k_scale, Tensor v_scale) -> ()"
     )
+    library.impl("reshape_and_cache_flash", _reshape_and_cache_flash, "CompositeExplicitAutograd")
+    return SimpleNamespace(
+        backend=getattr(module, name), layers=layers, loaded=finder.loaded,
+        engine=VllmEngine if backend == "FLASHINFER" else PreflashEngine,
+    )  # fmt: skip
 
 
 class VllmEngine:
@@ -217,82 +177,71 @@ class VllmEngine:
         self._device, self._load, self._shape = device, load, shape
         interface = importlib.import_module("vllm.v1.kv_cache_interface")
         self._common = importlib.import_module("vllm.v1.attention.backend").CommonAttentionMetadata
-        layout = self._layout(backend)
         names = [f"layer.{index}" for index in range(shape.num_layers)]
-        mode = loaded.modes.FULL if path == "graph" else loaded.modes.NONE
         cache_dtype = "fp8_e4m3" if shape.fp8_cache else "auto"
-        config = SimpleNamespace(
-            cache_config=SimpleNamespace(
-                cache_dtype=cache_dtype,
-                get_resolved_kv_cache_layout=lambda: layout,
-                block_size=PAGE,
-            ),
-            model_config=SimpleNamespace(
-                dtype=shape.dtype,
-                max_model_len=load.max_length,
-                get_num_attention_heads=lambda _p: shape.num_qo_heads,
-                get_num_kv_heads=lambda _p: shape.num_kv_heads,
-                get_head_size=lambda: shape.head_dim,
-            ),
-            attention_config=SimpleNamespace(
-                disable_flashinfer_q_quantization=False, use_trtllm_attention=False
-            ),
-            num_speculative_tokens=0,
-            use_v2_model_runner=False,
-            speculative_config=None,
-            compilation_config=SimpleNamespace(
-                cudagraph_mode=mode,
-                max_cudagraph_capture_size=MAX_REQUESTS,
-                static_forward_context=loaded.layers,
-            ),
-            scheduler_config=SimpleNamespace(
-                max_num_batched_tokens=max(
-                    1024, sum(load.prompts) + len(load.prompts) * load.shared
-                ),
-                max_num_seqs=MAX_REQUESTS,
-            ),
-            parallel_config=SimpleNamespace(
-                cp_kv_cache_interleave_size=1,
-                dcp_kv_cache_interleave_size=1,
-                dcp_comm_backend="ag_rs",
-                decode_context_parallel_size=1,
-            ),
-        )
+        config = self._config(path, cache_dtype, self._layout(backend), loaded.layers)
+        quantised = {}
+        if shape.fp8_cache:
+            quantised = {"kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR}
         spec = interface.FullAttentionSpec(
-            block_size=PAGE,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_dim,
-            dtype=torch.uint8 if shape.fp8_cache else shape.dtype,
-            **({"kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR} if shape.fp8_cache else {}),
-        )
+            block_size=PAGE, num_kv_heads=shape.num_kv_heads, head_size=shape.head_dim,
+            dtype=torch.uint8 if shape.fp8_cache else shape.dtype, **quantised,
+        )  # fmt: skip
         self._impls = []
+        scales = {f"_{x}_scale_float": 1.0 for x in "qkv"}
         for name in names:
             impl = backend.get_impl_cls()(
-                shape.num_qo_heads,
-                shape.head_dim,
-                shape.scale,
-                shape.num_kv_heads,
-                None,
-                shape.sliding_window,
-                cache_dtype,
-                shape.soft_cap,
-            )
+                shape.num_qo_heads, shape.head_dim, shape.scale, shape.num_kv_heads, None,
+                shape.sliding_window, cache_dtype, shape.soft_cap,
+            )  # fmt: skip
             impl.dcp_world_size, impl.dcp_rank = 1, 0
             impl.cache_config = config.cache_config
             self._impls.append(impl)
-            scales = {f"_{x}_scale_float": 1.0 for x in "qkv"}
             loaded.layers[name] = SimpleNamespace(impl=impl, **scales)
         one = torch.ones((), device=device)
-        self._layer = SimpleNamespace(
-            _q_scale=one, _k_scale=one, _v_scale=one, _q_scale_float=1.0, _k_scale_float=1.0,
-            _v_scale_float=1.0, _o_scale_float=None,
-        )  # fmt: skip
+        tensors = {f"_{x}_scale": one for x in "qkv"}
+        self._layer = SimpleNamespace(_o_scale_float=None, **tensors, **scales)
         self._builder = backend.get_builder_cls()(spec, names, config, device)
         size = self._cache_shape(backend, load.num_pages, shape)
         # What the engine never wrote must not matter: NaN, also as bytes.
         bits = torch.uint8 if shape.fp8_cache else shape.dtype
         rest = 0x7F if shape.fp8_cache else float("nan")
         self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
+
+    def _config(self, path: str, cache_dtype: str, layout, layers: dict) -> SimpleNamespace:
+        """Makes the part of VllmConfig that backends and builders read."""
+        shape, load = self._shape, self._load
+        rows = sum(load.prompts) + len(load.prompts) * load.shared
+        parts = {
+            "cache_config": {
+                "cache_dtype": cache_dtype, "block_size": PAGE,
+                "get_resolved_kv_cache_layout": lambda: layout,
+            },
+            "model_config": {
+                "dtype": shape.dtype, "max_model_len": load.max_length,
+                "get_num_attention_heads": lambda _: shape.num_qo_heads,
+                "get_num_kv_heads": lambda _: shape.num_kv_heads,
+                "get_head_size": lambda: shape.head_dim,
+            },
+            "attention_config": {
+                "disable_flashinfer_q_quantization": False, "use_trtllm_attention": False,
+            },
+            "compilation_config": {
+                "cudagraph_mode": _CUDAGraphMode.FULL if path == "graph" else _CUDAGraphMode.NONE,
+                "max_cudagraph_capture_size": MAX_REQUESTS, "static_forward_context": layers,
+            },
+            "scheduler_config": {
+                "max_num_batched_tokens": max(1024, rows), "max_num_seqs": MAX_REQUESTS,
+            },
+            "parallel_config": {
+                "cp_kv_cache_interleave_size": 1, "dcp_kv_cache_interleave_size": 1,
+                "dcp_comm_backend": "ag_rs", "decode_context_parallel_size": 1,
+            },
+        }  # fmt: skip
+        return SimpleNamespace(
+            num_speculative_tokens=0, use_v2_model_runner=False, speculative_config=None,
+            **{name: SimpleNamespace(**part) for name, part in parts.items()},
+        )  # fmt: skip
 
     @staticmethod
     def _cache_shape(backend, num_pages: int, shape: Shape) -> tuple[int, ...]:
@@ -320,17 +269,12 @@ class VllmEngine:
         starts, lengths = batch.starts, torch.tensor(batch.total, dtype=torch.int32)
         table = batch.block_table(self._load.max_length // PAGE)
         return self._common(
-            query_start_loc=starts.to(self._device),
-            query_start_loc_cpu=starts,
-            seq_lens=lengths.to(self._device),
-            num_reqs=len(batch.new),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=max(batch.new),
-            max_seq_len=max(batch.total),
-            block_table_tensor=table.to(self._device),
-            slot_mapping=slots,
-            seq_lens_cpu_upper_bound=lengths,
-        )
+            query_start_loc=starts.to(self._device), query_start_loc_cpu=starts,
+            seq_lens=lengths.to(self._device), seq_lens_cpu_upper_bound=lengths,
+            num_reqs=len(batch.new), num_actual_tokens=int(starts[-1]),
+            max_query_len=max(batch.new), max_seq_len=max(batch.total),
+            block_table_tensor=table.to(self._device), slot_mapping=slots,
+        )  # fmt: skip
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         impl, cache = self._impls[layer], self._caches[layer]
@@ -367,24 +311,18 @@ class PreflashEngine(VllmEngine):
     def _use_inputs_of_graph(self, common) -> None:
         """Gives a step the tensors that a graph of its size has recorded. Builds the metadata of
         the capture first if it is the first step of that size: sequences of one token in page 0."""
-        size = common.num_reqs
-        if (found := self._inputs.get(size)) is None:
-            lengths, table = common.seq_lens.clone(), common.block_table_tensor.clone()
-            found = self._inputs[size] = lengths, table
-            lengths.fill_(1)
-            table.zero_()
+        given = common.seq_lens, common.block_table_tensor
+        kept = self._inputs.get(common.num_reqs)
+        if kept is None:
+            kept = self._inputs[common.num_reqs] = tuple(map(torch.clone, given))
+            lengths, table = kept[0].fill_(1), kept[1].zero_()
             dummy = common.replace(
-                seq_lens=lengths,
-                block_table_tensor=table,
-                seq_lens_cpu_upper_bound=lengths.cpu(),
+                seq_lens=lengths, seq_lens_cpu_upper_bound=lengths.cpu(), block_table_tensor=table,
                 max_seq_len=self._load.max_length,
-            )
-            for _ in "12":  # the warm-up and the capture
+            )  # fmt: skip
+            for _ in range(2):  # the warm-up and the capture
                 self._builder.build_for_cudagraph_capture(dummy)
-        lengths, table = found
-        lengths.copy_(common.seq_lens)
-        table.copy_(common.block_table_tensor)
-        common.seq_lens, common.block_table_tensor = lengths, table
+        common.seq_lens, common.block_table_tensor = map(torch.Tensor.copy_, kept, given)
 
     def _query_of(self, impl, q: torch.Tensor) -> torch.Tensor:
         """Returns q as vLLM's attention layer hands it on."""
