@@ -576,7 +576,7 @@ REFUSED = [
     (lambda x: verify(x, object()), "SGLANG_RAGGED_VERIFY_MODE"),
     (lambda x: verify(x, seq_lens_cpu=None), "needs seq_lens_cpu"),
     (overlap, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
-    (lambda x: with_one_module(x, **CAP, xai_temperature_len=8).check(MIXED),
+    (lambda x: with_one_module(x, xai_temperature_len=8).check(MIXED),
      "layer 1: preflash does not scale the logits"),
     (lambda x: draft(x).init_forward_metadata(HAS_NO_LENGTHS), "need seq_lens_cpu"),
 ]  # fmt: skip

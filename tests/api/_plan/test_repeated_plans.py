@@ -92,7 +92,9 @@ def test_any_sequence_of_calls(seed, case, target):
         other = new_wrapper(target, case)
         for one in (wrapper, other):
             getattr(one, way)(*positional, **{**known, **options, **more})
-        assert repr(other) == repr(wrapper)
+        # On a GPU a repeated plan() may be for the kernel of the last forward().
+        variant = str(wrapper.variant)
+        assert repr(other) == repr(wrapper).replace(variant, str(other.variant))
         for call, of_run in rng.choices(RUNS, k=2):
             got, expected = (
                 getattr(one, call)(*tensors(inputs), **of_run) for one in (wrapper, other)

@@ -59,6 +59,7 @@ class PreflashAttnBackend(AttentionBackend):
             (new_workspace if model_runner.init_new_workspace else shared_workspace)(device),
             batch_invariant=get_exec().deterministic.enable_deterministic_inference,
         )
+        self._checked_layers = set(attention_layers(model_runner.model))  # by check_runner()
         self._make_step = StepMaker(self.slots, config.is_encoder_decoder)
         # A 16-bit cache has the keys and values as they are, whatever scales a model has loaded.
         self._reads_scales = model_runner.kv_cache_dtype in FP8_DTYPES
@@ -183,8 +184,10 @@ class PreflashAttnBackend(AttentionBackend):
             [num_tokens, num_heads * v_head_dim]; rows of padding are 0.
         """
         form = self._form(layer)
-        if form not in self.plans.forms:  # a layer that is no module of the model
+        if layer not in self._checked_layers:  # no module of the model
             check_layer(layer, self.kv_cache_dtype, self._with_trees)
+            self._checked_layers.add(layer)
+        if form not in self.plans.forms:
             self.plans.add(form)
         wrapper = self.plans.wrappers[form]
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
