@@ -66,7 +66,7 @@ BATCH_PAIRS = {
     "masked": (dataclasses.replace(PREFILLS, mask=MaskKind.CUSTOM), DECODE),
     "decode of several rows": (
         PREFILLS,
-        dataclasses.replace(DECODE, qo_lens=(1, 0, 4, 2, 3), kv_lens=(90, 5, 17, 2, 1333)),
+        dataclasses.replace(DECODE, qo_lens=(1, 0, 5, 2, 3), kv_lens=(90, 5, 17, 2, 1333)),
     ),
     "page 1": alike(BATCHES, page_size=1, form=KvForm.FLAT),
     "HND": alike(BATCHES, layout="HND", form=KvForm.COMBINED),
