@@ -46,6 +46,9 @@ def shapes():
     for qo_len in (1, 100):
         yield Case("context", (qo_len,), (50_000,), 4, 1, 128, page_size=1, **CAUSAL)
     yield Case("heads", (70, 3), (90, 400), 128, 128, 128, **CAUSAL)
+    # The second warpgroup of a long item has one row, or none.
+    for qo_len in (64, 65):
+        yield Case("idle", (qo_len,), (1000,), 2, 2, 128, disable_split_kv=True, **CAUSAL)
 
 
 @on_cases([*CORE, *FUZZ, *shapes()])
@@ -64,6 +67,7 @@ SINGLE = [
     Case("causal", (700,), (1333,), 6, 2, 128, **CAUSAL),
     Case("window", (700,), (1333,), 6, 2, 128, **CAUSAL, window_left=400),
     Case("hnd", (70,), (133,), 8, 1, 128, layout="HND", **CAUSAL, form=KvForm.PADDED),
+    Case("minus", (70,), (133,), 4, 2, 128, **CAUSAL, sm_scale=-0.1),
     Case("custom", (33,), (65,), 4, 4, 128, mask=MaskKind.CUSTOM),
     Case("packed", (13,), (65,), 4, 1, 128, mask=MaskKind.PACKED),
     Case("decode", (1,), (9999,), 5, 1, 128),

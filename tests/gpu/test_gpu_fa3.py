@@ -17,6 +17,7 @@ from require_variant import why_no_fa3
 CAUSAL = {"mask": MaskKind.CAUSAL}
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
 LENS = (3, 1, 2, 1, 5, 4), (300, 1, 150, 37, 260, 97)
+NEGATIVE = {"sm_scale": 1.0, "magnitude": Magnitude.VERY_NEGATIVE}
 
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM])
@@ -43,9 +44,9 @@ def short_tiles():
         yield Case("short", *lens, 8, 2, head_dim, page_size=size, dtype=dtype)
     # Later tokens see a slice of keys (32, or 16 at head_dim 128) that the first one does not.
     lens = (2, 1, 2, 2, 1, 2), (33, 65, 129, 161, 9000, 4097)
-    every = (CAUSAL, {"window_left": 40, **CAUSAL}, {"sinks": Sinks.MIXED})
-    for head_dim, options in itertools.product((64, 128), every):
-        yield Case("options", *lens, 8, 2, head_dim, **options)
+    every = (CAUSAL, {"window_left": 40, **CAUSAL}, {"sinks": Sinks.MIXED}, NEGATIVE)
+    for head_dim, options, dtype in itertools.product((64, 128), every, dtypes):
+        yield Case("options", *lens, 8, 2, head_dim, dtype=dtype, **options)
 
 
 @pytest.mark.sanitizer
@@ -128,19 +129,23 @@ FACTORS = {
 }
 # Ordinary keys among those whose logits are near -2.5e5, which not every row sees.
 ORDINARY = {"first": [0, 1], "late": [200, 201, 290], "last": [-1]}
-NEGATIVE = {"sm_scale": 1.0, "magnitude": Magnitude.VERY_NEGATIVE}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fixed_split_size", [None, 128])
+@pytest.mark.parametrize(
+    ("qo_lens", "fixed_split_size"),
+    [((1, 130, 300), None), ((1, 130, 300), 128), ((1, 2, 1), None)],
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("jump", [*FACTORS, *ORDINARY])
-def test_keys_that_dominate_by_hundreds_of_bits(backend, jump, head_dim, fixed_split_size, dtype):
+def test_keys_that_dominate_by_hundreds_of_bits(
+    backend, jump, head_dim, qo_lens, fixed_split_size, dtype
+):
     """Whole tiles weigh nothing beside one before or after them. The first request has 70 chunks,
-    more than a warp merges at once."""
+    more than a warp merges at once. The warps of a short tile have keys of their own."""
     how = {"dtype": dtype, "fixed_split_size": fixed_split_size, **CAUSAL}
     how |= NEGATIVE if jump in ORDINARY else {}
-    case = Case("jump", (1, 130, 300), (9000, 700, 310), 4, 2, head_dim, **how)
+    case = Case("jump", qo_lens, (9000, 700, 310), 4, 2, head_dim, **how)
     inputs = build(case, device="cuda")
     for request, kv_len in enumerate(case.kv_lens):
         one = inputs.request(request)
@@ -154,25 +159,30 @@ def test_keys_that_dominate_by_hundreds_of_bits(backend, jump, head_dim, fixed_s
 
 
 @pytest.mark.parametrize(
-    ("window_left", "split", "value"),
-    [(-1, None, math.nan), (-1, None, math.inf), (70, None, math.nan), (70, 128, math.inf)],
+    ("qo_len", "window_left", "split", "value"),
+    [
+        *((40, -1, None, value) for value in (math.nan, math.inf)),
+        *((qo_len, 70, None, math.nan) for qo_len in (4, 40)),
+        (40, 70, 128, math.inf),
+    ],
 )
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [0, 1, 3, 8, 16, 24, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_no_row_sees_stays_out(
-    backend, head_dim, page_size, layout, window_left, split, value
+    backend, head_dim, page_size, layout, qo_len, window_left, split, value
 ):
     """The requests before and after hold NaN or Inf, and so do the rest of every last page, and
-    keys below every row's window, whose pages the engine has given away."""
+    keys below every row's window, whose pages the engine has given away. The first two rows have
+    no key."""
     how = {"page_size": page_size, "layout": layout, "fixed_split_size": split}
-    lens = (5, 40, 3), (37, 631, 250)
+    lens = (4, qo_len, 3), (2, 631, 250)
     case = Case("near", *lens, 4, 2, head_dim, window_left=window_left, **CAUSAL, **how)
     inputs = build(case, device="cuda")
-    rows = slice(5, 45)
+    rows = [0, 1, *range(4, 4 + qo_len)]
     expected = reference(inputs).map(lambda t: t[rows])
-    gone = 631 - 40 - window_left if window_left >= 0 else 0
-    for request, count in enumerate((37, gone, 250)):
+    gone = 631 - qo_len - window_left if window_left >= 0 else 0
+    for request, count in enumerate((2, gone, 250)):
         one, place = inputs.request(request), torch.arange(count, device="cuda")
         pools = (one.k, one.v)
         if page_size:

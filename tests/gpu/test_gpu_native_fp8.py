@@ -211,7 +211,7 @@ def test_one_large_logit(kv_len, logit, key):
         {"head_dim": 256},
         {"soft_cap": 20.0},
         {"mask": MaskKind.CUSTOM},
-        {"qo_lens": (1, 1, 1, 1)},
+        {"qo_lens": (1, 1, 1, 1), "head_scales": True},
     ],
     ids=str,
 )

@@ -103,7 +103,7 @@ def test_a_table_of_fewer_pages_than_the_maximum(target, request, lengths):
 @pytest.mark.parametrize("layout", ["Q_PAGED_KV_NHD", "Q_PAGED_KV_HND"])
 def test_tables_of_both_pools(target, layout, lengths):
     """The second table of [batch_size, 2, pages] counts v's pages from the beginning of k."""
-    case = changed(layout=layout, pools=Pools.PAIR)
+    case = changed(layout=layout, pools=Pools.PAIR, dtype=torch.bfloat16, head_dim=128)
     inputs = build(case, target.device, "cpu" if lengths == "host" else target.device)
     q, *pools = inputs.arguments["qkv"]
     k, v = pools if len(pools) == 2 else pools[0]

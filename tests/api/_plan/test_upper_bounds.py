@@ -41,6 +41,7 @@ OPTIONS = {
     "one chunk": {"disable_split_kv": True},
     "8-bit keys": {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn},
     "8 bits": {"dtype": torch.float8_e4m3fn},
+    "8 bits in chunks": {"dtype": torch.float8_e4m3fn, "fixed_split_size": 64},
     "(192, 128)": {"head_dim": 192, "head_dim_vo": 128},
     "head_dim 256": {"head_dim": 256},
 }

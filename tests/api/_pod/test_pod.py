@@ -64,7 +64,7 @@ PAIRS = {
 PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "HND", "group 7"}
 TWO_LAUNCHES = {"no prefill", "no decode", "neither"}
 MASKED_BATCHES = (dataclasses.replace(PREFILLS, mask=MaskKind.CUSTOM), DECODE)
-SEVERAL_ROWS = {"qo_lens": (1, 0, 4, 2, 3), "kv_lens": (90, 5, 17, 2, 1333)}
+SEVERAL_ROWS = {"qo_lens": (1, 0, 5, 2, 3), "kv_lens": (90, 5, 17, 2, 1333)}
 BATCH_PAIRS = {
     "causal": BATCHES,
     "decode of several rows": (PREFILLS, dataclasses.replace(DECODE, **SEVERAL_ROWS)),
