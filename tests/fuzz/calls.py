@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from preflash.cli.machine import Place
 
@@ -29,45 +28,24 @@ _WORK = 2e7
 WRAPPERS = "wrappers"
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Random problems for something that is called."""
 
-    draw: Callable[[int, int, Place], Any]  # of a seed and an index
-    examine: Callable[[Any, Place], Verdict]
+    draw_within: Callable[[int, int, Limits], Any]  # of a seed and an index
+    compute: Callable[..., Verdict]
 
+    def draw(self, seed: int, index: int, place: Place) -> Any:
+        return self.draw_within(seed, index, Limits(_LONGEST, _WORK, place.dtypes))
 
-def _limits(place: Place) -> Limits:
-    return Limits(_LONGEST, _WORK, place.dtypes)
-
-
-def _of(drawn: Any, computed: Any = None) -> Call:
-    """Makes a Call from drawn.draw() and the examine() of `computed`, if given, or of `drawn`."""
-    computed = computed or drawn
-    return Call(
-        draw=lambda seed, index, place: drawn.draw(seed, index, _limits(place)),
-        examine=lambda problem, place: computed.examine(
-            problem, backend=place.backend, device=place.device
-        ),
-    )
-
-
-def _examine_fmha(problem: fmha_problems.FmhaCase, place: Place) -> Verdict:
-    # On a GPU lengths are there or on the host, by turns.
-    lengths_on = "cpu" if problem.seed % 2 == 0 else None
-    return fmha_problems.examine(
-        problem, backend=place.backend, device=place.device, lengths_on=lengths_on
-    )
+    def examine(self, problem: Any, place: Place) -> Verdict:
+        return self.compute(problem, backend=place.backend, device=place.device)
 
 
 CALLS = {
-    WRAPPERS: _of(problems, wrapper_trial),
-    "trtllm_fmha_v2_prefill": Call(
-        draw=lambda seed, index, place: fmha_problems.draw(seed, index),
-        examine=_examine_fmha,
-    ),
-    "decode": _of(decode_problems),
-    "pod": _of(pod_problems, pod_trial),
-    "append_paged_kv_cache": _of(append_problems),
-    "cudnn_batch_prefill_with_kv_cache": _of(cudnn_problems, cudnn_trial),
+    WRAPPERS: Call(problems.draw, wrapper_trial.examine),
+    "trtllm_fmha_v2_prefill": Call(fmha_problems.draw, fmha_problems.examine),
+    "decode": Call(decode_problems.draw, decode_problems.examine),
+    "pod": Call(pod_problems.draw, pod_trial.examine),
+    "append_paged_kv_cache": Call(append_problems.draw, append_problems.examine),
+    "cudnn_batch_prefill_with_kv_cache": Call(cudnn_problems.draw, cudnn_trial.examine),
 }

@@ -7,11 +7,14 @@ import enum
 import random
 
 import torch
-from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
+from preflash.testing.case import Case, MaskKind
 from preflash.testing.oracle import Pipeline
 
 from .problems import SCALES, Brought, with_scales
-from .random_cases import Limits, random_case
+from .random_cases import Limits, random_case, unflattened, with_defaults
+
+_ABSENT = ("window_left", "soft_cap", "position", "rope_scale", "rope_theta", "sinks",
+           "head_scales", "fixed_split_size", "disable_split_kv", "batch_invariant")  # fmt: skip
 
 
 class Ends(enum.Enum):
@@ -67,6 +70,12 @@ class CudnnProblem:
     seed: int
 
     @property
+    def capturable(self) -> bool:
+        """True if a graph may capture the call: ragged requests lie one after the other in k and
+        v."""
+        return self.call.capturable and (self.case.paged or not self.call.apart)
+
+    @property
     def pipeline(self) -> Pipeline:
         causal = self.case.mask is MaskKind.CAUSAL
         return with_scales(Pipeline(sm_scale=self.case.scale, causal=causal), self.call)
@@ -75,28 +84,10 @@ class CudnnProblem:
 def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"cudnn {seed} {index}")
-    case = _adapted(random_case(rng, "problem", limits), rng)
+    case = with_defaults(unflattened(random_case(rng, "problem", limits)), _ABSENT)
+    mask = rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL])
+    case = dataclasses.replace(case, mask=mask, layout="HND" if case.paged else "NHD")
     return CudnnProblem(case, _random_call(rng, case), rng.randrange(2**31))
-
-
-def _adapted(case: Case, rng: random.Random) -> Case:
-    """The case without what the function does not take."""
-    return dataclasses.replace(
-        case,
-        mask=rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL]),
-        layout="HND" if case.paged else "NHD",
-        form=KvForm.SEPARATE if case.form is KvForm.FLAT else case.form,
-        window_left=-1,
-        soft_cap=None,
-        position=Position.NONE,
-        rope_scale=None,
-        rope_theta=None,
-        sinks=Sinks.NONE,
-        head_scales=False,
-        fixed_split_size=None,
-        disable_split_kv=False,
-        batch_invariant=False,
-    )
 
 
 def _random_call(rng: random.Random, case: Case) -> CudnnCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import random
 
@@ -24,6 +25,7 @@ from preflash.testing.comparison import (
 )
 from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
+from .random_cases import Limits
 from .wrapper_trial import Verdict, judged
 
 E4M3 = torch.float8_e4m3fn
@@ -111,8 +113,8 @@ class FmhaCase:
         )
 
 
-def draw(seed: int, index: int) -> FmhaCase:
-    """Problem `index` of a sequence."""
+def draw(seed: int, index: int, limits: Limits) -> FmhaCase:
+    """Problem `index` of a sequence, whatever the limits: all lengths are short."""
     return random_case(seed << 32 | index)
 
 
@@ -191,58 +193,35 @@ class FmhaInputs:
         return rows[self.qo_indptr[0] : self.qo_indptr[-1]]
 
 
-def _offsets(lengths: tuple[int, ...]) -> list[int]:
-    offsets = [SPARE]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
-
-
-def _rows(tokens: int, owned: tuple[int, int], shape: tuple[int, ...], dtype, generator):
+def _rows(offsets: list[int], shape: tuple[int, ...], dtype, generator) -> torch.Tensor:
     """[tokens, *shape], NaN outside the rows of requests."""
-    rows = torch.randn(tokens, *shape, generator=generator)
-    rows[: owned[0]] = math.nan
-    rows[owned[1] :] = math.nan
+    rows = torch.randn(offsets[-1] + SPARE, *shape, generator=generator)
+    rows[: offsets[0]] = math.nan
+    rows[offsets[-1] :] = math.nan
     return rows.to(dtype)
 
 
 def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) -> FmhaInputs:
     generator = torch.Generator().manual_seed(case.seed)
-    qo = _offsets(case.qo_lens)
-    kv = qo if case.layout == "PACKED_QKV" else _offsets(case.kv_lens)
-    heads, kv_heads, dim = case.num_heads, case.num_kv_heads, case.head_dim
-    tokens, kv_tokens = qo[-1] + SPARE, kv[-1] + SPARE
-    q = _rows(tokens, (qo[0], qo[-1]), (heads, dim), case.dtype, generator)
-    k, v = (
-        _rows(kv_tokens, (kv[0], kv[-1]), (kv_heads, columns), case.dtype, generator)
-        for columns in (dim, case.dim_vo)
-    )
+    qo, kv = ([*itertools.accumulate(lens, initial=SPARE)] for lens in (case.qo_lens, case.kv_lens))
+    operands = [
+        _rows(offsets, (heads, columns), case.dtype, generator)
+        for offsets, heads, columns in (
+            (qo, case.num_heads, case.head_dim),
+            (kv, case.num_kv_heads, case.head_dim),
+            (kv, case.num_kv_heads, case.dim_vo),
+        )
+    ]
     requests = [
-        (q[qo[i] : qo[i + 1]], k[kv[i] : kv[i + 1]], v[kv[i] : kv[i + 1]])
+        tuple(t[at[i] : at[i + 1]] for t, at in zip(operands, (qo, kv, kv), strict=True))
         for i in range(len(case.qo_lens))
     ]
     table = None
+    if case.paged:
+        operands[1:], table = _pages(case, requests, generator)
 
-    def placed(rows: torch.Tensor) -> torch.Tensor:
-        return _placed(rows, case, device)
-
-    if case.layout == "PACKED_QKV":
-        qkv = placed(torch.stack([q, k, v], 1))
-    elif case.layout == "CONTIGUOUS_Q_KV":
-        qkv = (placed(q), placed(torch.stack([k, v], 1)))
-    elif case.layout == "SEPARATE_Q_K_V":
-        qkv = (placed(q), placed(k), placed(v))
-    else:
-        pools, table = _pages(case, [request[1:] for request in requests], generator)
-        if case.pools is Pools.ONE:
-            qkv = (placed(q), placed(torch.stack(pools, 1)))
-        else:
-            pools = tuple(map(placed, pools))
-            qkv = (placed(q), pools) if case.pools is Pools.PAIR else (placed(q), *pools)
-    where = lengths_on or device
-
-    def array(values):
-        return torch.tensor(values, dtype=torch.int32, device=where)
+    def array(values) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(lengths_on or device)
 
     def scale(value: float) -> float | torch.Tensor:
         if not case.scales_in_tensors:
@@ -251,21 +230,21 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
 
     out = None
     if case.brings_out:
-        out_dtype = case.out_dtype or case.dtype
-        out = torch.full((tokens, heads, case.dim_vo), math.nan).to(out_dtype).to(device)
+        out = torch.full((qo[-1] + SPARE, case.num_heads, case.dim_vo), math.nan)
+        out = out.to(case.out_dtype or case.dtype).to(device)
     arguments = {
-        "qkv": qkv,
+        "qkv": _arranged(case, *operands, device),
         "input_layout": case.layout,
         "workspace_buffer": torch.zeros(case.workspace, dtype=torch.uint8, device=device),
         "seq_lens": array(case.kv_lens),
         "max_q_len": max(case.qo_lens) + case.spare_length,
-        "max_kv_len": max(case.kv_lens) + (case.spare_length if table is None else 0),
+        "max_kv_len": max(case.kv_lens) + (0 if case.paged else case.spare_length),
         "bmm1_scale": scale(case.bmm1),
         "bmm2_scale": scale(case.bmm2),
         "batch_size": len(case.qo_lens),
         "cum_seq_lens_q": array(qo),
         "cum_seq_lens_kv": None if case.paged and not case.offsets_of_pages else array(kv),
-        "block_tables": None if table is None else table.to(where),
+        "block_tables": None if table is None else array(table),
         "out": out,
         "out_dtype": case.out_dtype,
         "sinks": [case.pipeline.sinks.to(device)] if case.sinks else None,
@@ -280,14 +259,25 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
     return FmhaInputs(case, arguments, requests, qo)
 
 
-def _placed(rows: torch.Tensor, case: FmhaCase, device: str) -> torch.Tensor:
-    """The rows on the device, by the case with NaN between them."""
-    if not case.wide_rows:
-        return rows.to(device)
-    shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
-    wide = torch.full(shape, math.nan).to(case.dtype)
-    wide[..., : rows.shape[-1]] = rows
-    return wide.to(device)[..., : rows.shape[-1]]
+def _arranged(case: FmhaCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str):
+    """The argument qkv: tensors on the device, by the case with NaN between rows."""
+
+    def place(*tensors: torch.Tensor) -> torch.Tensor:
+        rows = tensors[0] if len(tensors) == 1 else torch.stack(tensors, 1)
+        if not case.wide_rows:
+            return rows.to(device)
+        shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
+        wide = torch.full(shape, math.nan).to(case.dtype)
+        wide[..., : rows.shape[-1]] = rows
+        return wide.to(device)[..., : rows.shape[-1]]
+
+    if case.layout == "PACKED_QKV":
+        return place(q, k, v)
+    if not case.kv_apart:
+        return place(q), place(k, v)
+    if case.paged and case.pools is Pools.PAIR:
+        return place(q), (place(k), place(v))
+    return place(q), place(k), place(v)
 
 
 def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -299,13 +289,12 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
     shape = (len(numbers), size, case.num_kv_heads)
     pools = [torch.full((*shape, d), math.nan).to(case.dtype) for d in (case.head_dim, case.dim_vo)]
     table = torch.full((len(counts), max([*counts, 1]) + 1), 2**30, dtype=torch.int32)
-    for i, (k, v) in enumerate(requests):
+    for i, (_, *kv) in enumerate(requests):
         for page in range(counts[i]):
             number = numbers.pop()
             table[i, page] = number
             rows = slice(page * size, min((page + 1) * size, case.kv_lens[i]))
-            # torch indexes no 8-bit floats on every release: bytes are the same.
-            for pool, tensor in zip(pools, (k, v), strict=True):
+            for pool, tensor in zip(pools, kv, strict=True):
                 pool[number, : rows.stop - rows.start] = tensor[rows]
     if case.layout.endswith("HND"):
         pools = [pool.transpose(1, 2).contiguous() for pool in pools]
@@ -313,10 +302,9 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
 
 
 @judged
-def examine(
-    case: FmhaCase, backend: str, device: torch.device, lengths_on: str | None = None
-) -> Verdict:
-    inputs = build(case, str(device), lengths_on)
+def examine(case: FmhaCase, backend: str, device: torch.device) -> Verdict:
+    """Makes one call. On a GPU lengths are there or on the host, by turns."""
+    inputs = build(case, str(device), "cpu" if case.seed % 2 == 0 else None)
     return judge(inputs, run(inputs, backend))
 
 

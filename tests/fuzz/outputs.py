@@ -9,7 +9,7 @@ import torch
 from preflash.testing.inputs import Inputs
 
 from . import guarded
-from .guarded import Guarded, Padding, bits
+from .guarded import Guarded, bits
 from .problems import Brought
 
 
@@ -22,9 +22,6 @@ class Result:
     def rows(self, begin: int, end: int) -> Result:
         return Result(self.out[begin:end], None if self.lse is None else self.lse[begin:end], [])
 
-    def copy(self) -> Result:
-        return Result(self.out.clone(), None if self.lse is None else self.lse.clone(), [])
-
     def same_bits(self, other: Result) -> bool:
         pairs = [(self.out, other.out)]
         if self.lse is not None and other.lse is not None:
@@ -33,68 +30,50 @@ class Result:
 
 
 class GivenOutputs:
-    """Fresh out and lse for one call; None where it makes its own."""
+    """Fresh out and lse for one call, with `padding` rows before and behind those of requests; None
+    where the call makes its own."""
 
     def __init__(
-        self,
-        inputs: Inputs,
-        *,
-        out: Brought,
-        lse: Brought,
-        lse_layout: str,
-        padding: Padding,
+        self, inputs: Inputs, lse_layout: str, padding: int, *, out: Brought, lse: Brought
     ) -> None:
-        self._inputs, self._padding, self._lse_layout = inputs, padding, lse_layout
-        case = inputs.case
-        shape = (inputs.q.shape[0], case.num_qo_heads)
-        self._out = self._brought(out, (*shape, case.dim_vo), case.dtype_o)
-        shape = shape if lse_layout == "NH" else shape[::-1]
-        self._lse = self._brought(lse, shape, torch.float32)
-
-    @property
-    def out(self) -> torch.Tensor | None:
-        return None if self._out is None else self._out.given
-
-    @property
-    def lse(self) -> torch.Tensor | None:
-        return None if self._lse is None else self._lse.given
+        self._inputs, self._lse_layout, case = inputs, lse_layout, inputs.case
+        tokens, heads = inputs.q.shape[:2]
+        rows = tokens + 2 * padding
+        self._begin, self._end = padding, padding + tokens
+        own = slice(self._begin, self._end)
+        self._out = self._brought(out, (rows, heads, case.dim_vo), case.dtype_o, own)
+        if lse_layout == "NH":
+            self._lse = self._brought(lse, (rows, heads), torch.float32, own)
+        else:
+            self._lse = self._brought(lse, (heads, rows), torch.float32, (slice(None), own))
+        self.out, self.lse = (None if t is None else t.given for t in (self._out, self._lse))
 
     def settle(self, returned, *, with_lse: bool) -> Result:
         """Returns the call's results and failures. with_lse: the call returned (out, lse)."""
+        out, lse = returned if with_lse else (returned, None)
         failures = []
-        got_out, got_lse = returned if with_lse else (returned, None)
-        for name, got, mine in (("out", got_out, self._out), ("lse", got_lse, self._lse)):
+        for name, got, mine in (("out", out, self._out), ("lse", lse, self._lse)):
             failures += [] if mine is None else mine.failures(name, got)
-        if got_out.dtype != self._inputs.case.dtype_o:
-            failures.append(f"out is {got_out.dtype}")
-        if got_lse is None:
-            got_lse = self.lse
-        if got_lse is not None and self._lse_layout == "HN":
-            got_lse = got_lse.t()
-        begin = self._padding.before
-        end = begin + self._inputs.q.shape[0]
+        if out.dtype != self._inputs.case.dtype_o:
+            failures.append(f"out is {out.dtype}")
+        lse = self.lse if lse is None else lse
+        if lse is not None and self._lse_layout == "HN":
+            lse = lse.t()
         for name, got, mine, blank in (
-            ("out", got_out, self._out, 0.0),
-            ("lse", got_lse, self._lse, -math.inf),
+            ("out", out, self._out, 0.0),
+            ("lse", lse, self._lse, -math.inf),
         ):
             if mine is None and got is not None:
-                nobodys = torch.cat([got[:begin], got[end:]]).float()
+                nobodys = torch.cat([got[: self._begin], got[self._end :]]).float()
                 if bool((nobodys != blank).any()):
                     failures.append(f"{name}: rows of no request are not {blank}")
-        own = Result(got_out, got_lse, []).rows(begin, end)
-        return replace(own, failures=failures)
+        return replace(Result(out, lse, []).rows(self._begin, self._end), failures=failures)
 
     def _brought(
-        self, brought: Brought, shape: tuple[int, ...], dtype: torch.dtype
+        self, brought: Brought, shape: tuple[int, ...], dtype: torch.dtype, own: object
     ) -> Guarded | None:
         if brought is Brought.ABSENT:
             return None
-        return guarded.output(
-            shape,
-            dtype,
-            self._inputs.q.device,
-            self._inputs.case.garbage,
-            strided=brought is Brought.STRIDED,
-            padding=self._padding,
-            tokens_last=len(shape) == 2 and self._lse_layout == "HN",
-        )
+        garbage, strided = self._inputs.case.garbage, brought is Brought.STRIDED
+        device = self._inputs.q.device
+        return guarded.output(shape, dtype, device, garbage, strided=strided, own=own)

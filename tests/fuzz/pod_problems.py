@@ -9,13 +9,13 @@ import random
 from collections.abc import Sequence
 
 import torch
-from preflash.testing.case import Case, KvForm, MaskKind, Sinks
+from preflash.testing.case import Case, MaskKind
 
-from .problem_limits import contradiction
 from .problems import SCALES, Brought
-from .random_cases import Limits, random_case
+from .random_cases import Limits, contradiction, random_case, unflattened, with_defaults
 
-_WORKSPACES = (0, 1 << 14, 1 << 22)
+_ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_split_size",
+           "disable_split_kv", "batch_invariant")  # fmt: skip
 
 
 class Kind(enum.Enum):
@@ -67,7 +67,9 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     rng = random.Random(f"pod {seed} {index}")
     kind = rng.choice(list(Kind))
     work = dataclasses.replace(limits, work=limits.work / 2)
-    prefill, decode = (_plain(random_case(rng, name, work)) for name in ("prefill", "decode"))
+    prefill, decode = (
+        with_defaults(random_case(rng, name, work), _ABSENT) for name in ("prefill", "decode")
+    )
     most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
     kv_lens = _at_most(decode.kv_lens, most)
     decode = dataclasses.replace(
@@ -88,21 +90,6 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     )
 
 
-def _plain(case: Case) -> Case:
-    """The case without what neither wrapper has."""
-    return dataclasses.replace(
-        case,
-        head_dim_vo=None,
-        soft_cap=None,
-        sinks=Sinks.NONE,
-        head_scales=False,
-        o_dtype=None,
-        fixed_split_size=None,
-        disable_split_kv=False,
-        batch_invariant=False,
-    )
-
-
 def _queries(rng: random.Random, kind: Kind) -> int:
     return 1 if kind is Kind.SINGLE else rng.choice([0, 1, 1, 1, 1, 3])
 
@@ -116,26 +103,17 @@ def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
 
 
 def _alone(case: Case) -> Case:
-    form = KvForm.SEPARATE if case.form is KvForm.FLAT else case.form
-    return dataclasses.replace(
-        case, qo_lens=case.qo_lens[:1], kv_lens=case.kv_lens[:1], page_size=0, form=form
-    )
+    one = {"qo_lens": case.qo_lens[:1], "kv_lens": case.kv_lens[:1], "page_size": 0}
+    return dataclasses.replace(unflattened(case), **one)
 
 
 def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
     """With the options that plan() has once for both sides."""
-    form = prefill.form
-    if form is KvForm.FLAT and decode.page_size != 1:
-        form = KvForm.SEPARATE
-    shared = ("layout", "window_left", "sm_scale", "position", "rope_scale", "rope_theta")
-    prefill = dataclasses.replace(
-        prefill,
-        dtype=decode.dtype,
-        kv_dtype=decode.kv_dtype,
-        page_size=decode.page_size,
-        form=form,
-        **{name: getattr(decode, name) for name in shared},
-    )
+    shared = ("dtype", "kv_dtype", "page_size", "layout", "window_left", "sm_scale", "position",
+              "rope_scale", "rope_theta")  # fmt: skip
+    if decode.page_size != 1:
+        prefill = unflattened(prefill)
+    prefill = dataclasses.replace(prefill, **{name: getattr(decode, name) for name in shared})
     if rng.random() < 0.06:
         prefill = dataclasses.replace(prefill, qo_lens=(), kv_lens=(), mask=MaskKind.NONE)
     return prefill
@@ -143,13 +121,8 @@ def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
 
 def _possible(case: Case) -> Case:
     """With dtypes and numbers that go together."""
-    form = case.form
-    if form is KvForm.FLAT and case.page_size != 1:
-        case = dataclasses.replace(case, form=KvForm.SEPARATE)
-    if not contradiction(case):
-        return case
-    magnitude = type(case.magnitude).NORMAL
-    case = dataclasses.replace(case, magnitude=magnitude)
+    if contradiction(case):
+        case = with_defaults(case, ["magnitude"])
     if contradiction(case):
         dtype = torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype
         case = dataclasses.replace(case, dtype=dtype, kv_dtype=None)
@@ -173,7 +146,7 @@ def _random_call(rng: random.Random, kind: Kind) -> PodCall:
         k_scale=rng.choice(SCALES),
         v_scale=rng.choice([*SCALES, 0.0]),
         scales_in_tensors=rng.random() < 0.2,
-        workspace=rng.choice(_WORKSPACES),
+        workspace=rng.choice([0, 1 << 14, 1 << 22]),
         replan=rng.random() < 0.2,
         repeat=rng.random() < 0.2,
         two_launches=rng.random() < 0.4,

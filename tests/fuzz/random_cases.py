@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
 
 import torch
 from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
-
-from .problem_limits import contradiction
 
 _MASKS = (
     [MaskKind.NONE] * 2
@@ -26,6 +25,39 @@ class Limits:
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     fp8: bool = True  # 8-bit keys and values, and queries and outputs
     rope: bool = True
+
+
+def with_defaults(part, names: Iterable[str]):
+    """Returns a case or call with the defaults of those of the named fields that it has."""
+    fields = [field for field in dataclasses.fields(part) if field.name in names]
+    return dataclasses.replace(part, **{field.name: field.default for field in fields})
+
+
+def unflattened(case: Case) -> Case:
+    """The case in a form of pages of any size, or of no pages."""
+    return with_defaults(case, ["form"]) if case.form is KvForm.FLAT else case
+
+
+def contradiction(case: Case) -> str:
+    """The rule of numbers that the dtypes and the position break together, if they do.
+
+    Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
+    from wrong ones.
+    """
+    fp8 = case.dtype_kv.itemsize == 1
+    exact = case.magnitude is Magnitude.VERY_NEGATIVE
+    if fp8 and (case.head_dim % 16 or case.dim_vo % 16):
+        return "rows of 8 bits start on multiples of 16 bytes"
+    if exact and (fp8 or case.position is Position.ROPE):
+        return "logits that must be exact are not rotated, nor of 8 bits"
+    if case.head_scales and not fp8:
+        return "factors of heads are for fp8"
+    if case.dtype.itemsize > 1 and case.o_dtype not in (None, case.dtype):
+        return "the output has q's dtype, but for fp8"
+    has_rope_options = case.rope_scale is not None or case.rope_theta is not None
+    if has_rope_options and case.position is not Position.ROPE:
+        return "rope_scale and rope_theta are for RoPE"
+    return ""
 
 
 def _length(rng: random.Random, longest: int) -> int:
