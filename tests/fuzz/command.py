@@ -38,27 +38,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python tests/fuzz", description="Random problems against the float64 oracle."
     )
     parser.add_argument("--backend", help="on this backend alone: cpu, fa2, fa3")
-    parser.add_argument(
-        "--fuzz",
-        type=int,
-        metavar="N",
-        help="N random problems, the same for the same seed and backend",
-    )
-    parser.add_argument(
-        "--seed", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
-    )
-    parser.add_argument(
-        "--call",
-        choices=list(CALLS),
-        default=WRAPPERS,
-        help="with --fuzz: what the problems are for; the single functions and batch wrappers",
-    )
-    parser.add_argument(
-        "--also",
-        choices=[also.value for also in Also],
-        help="with --fuzz, of the wrappers: what is looked at in every problem beside its numbers; "
-        "problems in which it has no meaning are left out",
-    )
+    help_fuzz = "N random problems, the same for the same seed and backend"
+    parser.add_argument("--fuzz", type=int, metavar="N", help=help_fuzz)
+    help_seed = "with --fuzz: S, or S:I to begin with problem I"
+    parser.add_argument("--seed", metavar="S", help=help_seed)
+    help_call = "with --fuzz: what the problems are for; by default the wrappers for prefill"
+    parser.add_argument("--call", choices=list(CALLS), default=WRAPPERS, help=help_call)
+    help_also = "with --fuzz: a check of every problem of the wrappers in which it has a meaning"
+    parser.add_argument("--also", choices=[also.value for also in Also], help=help_also)
     parser.add_argument("--problem", metavar="TEXT", help="a problem that --fuzz printed")
     return parser
 

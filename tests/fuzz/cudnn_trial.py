@@ -17,8 +17,7 @@ from preflash.testing.oracle import reference
 
 from . import guarded
 from .cudnn_problems import CudnnCall, CudnnProblem, Ends, Lse
-from .guarded import Guarded, Untouched, bits
-from .outputs import Result
+from .guarded import Guarded, Result, Untouched, bits
 from .problems import Brought
 from .wrapper_trial import Verdict, judged
 

@@ -73,11 +73,6 @@ class _DecodeTrial(Trial):
             del options[name]
         return tuple(arguments), options
 
-    def _plan_overrides(self) -> dict[str, object]:
-        overrides = super()._plan_overrides()
-        overrides.pop("causal", None)
-        return overrides
-
     def compute(self, **overrides):
         if self.call.entry is not Entry.SINGLE:
             return super().compute(**overrides)
@@ -93,11 +88,6 @@ class _DecodeTrial(Trial):
             return_lse=return_lse,
         )
         return tuple(one[None] for one in returned) if return_lse else returned[None]
-
-    def _logits_options(self) -> dict[str, object]:
-        options = super()._logits_options()
-        del options["causal"]
-        return options
 
 
 examine = functools.partial(wrapper_trial.examine, trial=_DecodeTrial)

@@ -12,17 +12,8 @@ import random
 import preflash
 import torch
 from preflash import _core
-from preflash.testing import runner
-from preflash.testing.comparison import (
-    FLOAT32_ROUNDOFF,
-    LSE_SLACK,
-    PRODUCT_ERRORS,
-    PRODUCT_GRID,
-    Report,
-    capped_by_hardware,
-    compare,
-    logit_roundings,
-)
+from preflash.testing import comparison, runner
+from preflash.testing.inputs import PAD_COLUMNS
 from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
 from .random_cases import Limits
@@ -30,14 +21,7 @@ from .wrapper_trial import Verdict, judged
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, E4M3)
-LAYOUTS = (
-    "PACKED_QKV",
-    "CONTIGUOUS_Q_KV",
-    "SEPARATE_Q_K_V",
-    "Q_PAGED_KV_NHD",
-    "Q_PAGED_KV_HND",
-)
-PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
+LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
 SPARE = 3  # rows before the first request and behind the last
 
 
@@ -156,15 +140,15 @@ def random_case(seed: int) -> FmhaCase:
         workspace=rng.choice([0, 1 << 12, 1 << 20]),
         seed=seed,
     )
+    changes = {}
     if case.kv_apart and rng.random() < 0.2:
-        case = dataclasses.replace(case, head_dim=192, head_dim_vo=128)
+        changes |= {"head_dim": 192, "head_dim_vo": 128}
     if not case.stats and rng.random() < 0.1:
-        case = dataclasses.replace(case, bmm1=rng.choice([-0.1, 0.0]))
+        changes["bmm1"] = rng.choice([-0.1, 0.0])
     plain = not (case.stats or case.soft_cap or case.alibi) and dtype.itemsize == 2
-    if plain and case.head_dim <= 256 and rng.random() < 0.5:
-        # What it leaves out is nothing beside the rest.
-        case = dataclasses.replace(case, skip_factor=1e-6)
-    return case
+    if plain and changes.get("head_dim", case.head_dim) <= 256 and rng.random() < 0.5:
+        changes["skip_factor"] = 1e-6  # what it leaves out is nothing beside the rest
+    return dataclasses.replace(case, **changes)
 
 
 def _head_dim(rng: random.Random, dtype: torch.dtype) -> int:
@@ -320,13 +304,10 @@ def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.T
     case = inputs.case
     out, stats = result if case.stats else (result, None)
     expected = inputs.expected()
-    failures = []
+    report = compare_out(inputs, out, expected)
+    failures = report.failures + ([] if stats is None else _wrong_stats(inputs, stats, expected))
     if out.dtype != (case.out_dtype or case.dtype):
         failures.append(f"out: {out.dtype}")
-    report = compare_out(inputs, out, expected)
-    failures += report.failures
-    if stats is not None:
-        failures += _wrong_stats(inputs, stats, expected)
     if case.brings_out:
         if out is not inputs.arguments["out"]:
             failures.append("out: another tensor than the one given")
@@ -337,49 +318,45 @@ def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.T
 
 def compare_out(
     inputs: FmhaInputs, out: torch.Tensor, expected: Expected, p_dtype: torch.dtype | None = None
-) -> Report:
+) -> comparison.Report:
     """p_dtype: of the weights, where it is not what the case says."""
     case = inputs.case
     # 8 bits that are not multiplied as they are become float16, of which the weights are made.
     widened = torch.float16 if case.dtype == E4M3 else case.dtype
-    return compare(
+    return comparison.compare(
         inputs.of_requests(out).cpu(),
         None,
         expected,
         p_dtype=p_dtype or (E4M3 if inputs.in_8_bits else widened),
         soft_cap=case.soft_cap or 0.0,
-        hardware_cap=out.is_cuda and not case.stats and capped_by_hardware(),
-        logit_rounding=logit_roundings(case.head_dim),
+        hardware_cap=out.is_cuda and not case.stats and comparison.capped_by_hardware(),
+        logit_rounding=comparison.logit_roundings(case.head_dim),
         equal_values=case.dtype == E4M3 and max(case.kv_lens) == 1,
     )
 
 
 def _wrong_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) -> list[str]:
-    case = inputs.case
+    case, failures = inputs.case, []
     shape = (inputs.qo_indptr[-1] + SPARE, case.num_heads, 2)
     if stats.dtype != torch.float32 or stats.shape != shape:
         return [f"stats: {stats.dtype} of shape {tuple(stats.shape)}"]
     largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
-    scale = 1.0 if case.soft_cap else 1.0 / case.bmm1
-    scale /= math.sqrt(case.head_dim)
-    wanted = expected.largest * scale
-    failures = []
+    scale = (1.0 if case.soft_cap else 1.0 / case.bmm1) / math.sqrt(case.head_dim)
     if not torch.equal(largest == -math.inf, expected.empty):
         failures.append("stats: the maximum is -inf elsewhere than in rows without keys")
     if not (total[expected.empty] == 0).all():
         failures.append("stats: rows without keys have a sum")
-    error = FLOAT32_ROUNDOFF * (
-        logit_roundings(case.head_dim) * expected.logit_bound
-        + 8 * (case.soft_cap or 0.0)
-        + 4 * expected.bias_bound
-    )
+    bound = comparison.logit_roundings(case.head_dim) * expected.logit_bound
+    bound = bound + 8 * (case.soft_cap or 0.0) + 4 * expected.bias_bound
+    error = comparison.FLOAT32_ROUNDOFF * bound
     if inputs.in_8_bits:
-        error = error + PRODUCT_ERRORS * PRODUCT_GRID * expected.product_bound
-    keeps = ~expected.empty
+        products = comparison.PRODUCT_ERRORS * comparison.PRODUCT_GRID
+        error = error + products * expected.product_bound
+    keeps, wanted = ~expected.empty, expected.largest * scale
     off = (largest - wanted).abs()[keeps]
     if not (off <= (error * scale)[keeps] + 2.0**-20 * (wanted.abs()[keeps] + scale)).all():
         failures.append(f"stats: the maximum is off by up to {off.max():.3g}")
     off = (total / expected.total - 1.0).abs()[keeps]
-    if not (off <= 2 * error[keeps] + LSE_SLACK).all():
+    if not (off <= 2 * error[keeps] + comparison.LSE_SLACK).all():
         failures.append(f"stats: the sum is off by up to {off.max():.3g} of itself")
     return failures

@@ -5,14 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import random
 from collections.abc import Sequence
 
 import torch
 from preflash.testing.case import Case, MaskKind
 
-from .problems import SCALES, Brought
-from .random_cases import Limits, contradiction, random_case, unflattened, with_defaults
+from .problems import Brought, RunOptions
+from .random_cases import (
+    Limits,
+    contradiction,
+    drawn,
+    first_request,
+    random_case,
+    random_fields,
+    unflattened,
+    with_defaults,
+)
 
 _ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_split_size",
            "disable_split_kv", "batch_invariant")  # fmt: skip
@@ -26,26 +36,22 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class PodCall:
+class PodCall(RunOptions):
     """Arguments and forms of both cases' call. Pairs are (prefill, decode)."""
 
-    return_lse: tuple[bool, bool] = (True, True)
-    out: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)
-    lse: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)
-    lse_base: str = "log2"
-    lse_layout: str = "NH"
-    q_scale: float | None = None
-    k_scale: float | None = None
-    v_scale: float | None = None
-    scales_in_tensors: bool = False
-    workspace: int = 1 << 22
-    replan: bool = False  # the wrapper had another plan before, and another prefill
-    repeat: bool = False  # two runs give the same bits
-    two_launches: bool = False  # also where a kernel takes both sides
-    shorter_before: bool = False  # one plan has another prefill before (of one request)
-    repeated: bool = False  # run() is given the options of the decode side again (of one request)
-    other_mask: bool = False  # beside a packed mask a dense one, which does not count
-    padding: int = 0  # rows of q before and after those of requests, with a qo_indptr
+    return_lse: tuple[bool, bool] = drawn((True, True), *itertools.product((True, False), repeat=2))
+    out: tuple[Brought, Brought] = drawn(*itertools.product(Brought, repeat=2))
+    lse: tuple[Brought, Brought] = drawn(*itertools.product(Brought, repeat=2))
+    lse_layout: str = drawn("NH", "HN")
+    workspace: int = drawn(1 << 22, 1 << 14, 0)
+    replan: bool = drawn(*[False] * 4, True)  # the wrapper had another plan and prefill before
+    repeat: bool = drawn(*[False] * 4, True)  # two runs give the same bits
+    two_launches: bool = drawn(False, False, True)  # also where a kernel takes both sides
+    # Of one request: the plan has another prefill before; run() gets the decode options again.
+    shorter_before: bool = drawn(*[False] * 4, True)
+    repeated: bool = drawn(False, False, True)
+    other_mask: bool = drawn(False, True)  # beside a packed mask a dense one, which does not count
+    padding: int = drawn(0, 0, 2)  # rows of q before and after those of requests, with a qo_indptr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +90,13 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     )
     if rng.random() < 0.06:
         decode = dataclasses.replace(decode, qo_lens=(), kv_lens=())
-    prefill = _alone(prefill) if kind is Kind.SINGLE else _like(prefill, decode, rng)
-    return PodProblem(
-        kind, _possible(prefill), _possible(decode), _random_call(rng, kind), rng.randrange(2**31)
-    )
+    call = PodCall(**random_fields(rng, PodCall))
+    if kind is Kind.SINGLE:
+        prefill = first_request(prefill)
+    else:  # run() has one return_lse
+        prefill = _like(prefill, decode, rng)
+        call = dataclasses.replace(call, return_lse=call.return_lse[:1] * 2)
+    return PodProblem(kind, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
 
 
 def _queries(rng: random.Random, kind: Kind) -> int:
@@ -100,11 +109,6 @@ def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
         longest = lengths.index(max(lengths))
         lengths[longest] //= 2
     return tuple(lengths)
-
-
-def _alone(case: Case) -> Case:
-    one = {"qo_lens": case.qo_lens[:1], "kv_lens": case.kv_lens[:1], "page_size": 0}
-    return dataclasses.replace(unflattened(case), **one)
 
 
 def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
@@ -127,31 +131,3 @@ def _possible(case: Case) -> Case:
         dtype = torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype
         case = dataclasses.replace(case, dtype=dtype, kv_dtype=None)
     return case
-
-
-def _random_call(rng: random.Random, kind: Kind) -> PodCall:
-    def pair(draw_one):
-        return (draw_one(), draw_one())
-
-    return_lse = pair(lambda: rng.random() < 0.7)
-    if kind is Kind.BATCH:
-        return_lse = (return_lse[0],) * 2
-    return PodCall(
-        return_lse=return_lse,
-        out=pair(lambda: rng.choice(list(Brought))),
-        lse=pair(lambda: rng.choice(list(Brought))),
-        lse_base=rng.choice(["log2", "ln"]),
-        lse_layout=rng.choice(["NH", "HN"]),
-        q_scale=rng.choice(SCALES),
-        k_scale=rng.choice(SCALES),
-        v_scale=rng.choice([*SCALES, 0.0]),
-        scales_in_tensors=rng.random() < 0.2,
-        workspace=rng.choice([0, 1 << 14, 1 << 22]),
-        replan=rng.random() < 0.2,
-        repeat=rng.random() < 0.2,
-        two_launches=rng.random() < 0.4,
-        shorter_before=rng.random() < 0.2,
-        repeated=rng.random() < 0.3,
-        other_mask=rng.random() < 0.5,
-        padding=rng.choice([0, 0, 2]),
-    )

@@ -15,10 +15,8 @@ from preflash.testing.oracle import reference
 
 from . import guarded
 from .altered_inputs import surrounded
-from .guarded import untouched_inputs
-from .outputs import GivenOutputs, Result
+from .guarded import GivenOutputs, Result, untouched_inputs
 from .pod_problems import Kind, PodProblem
-from .problems import with_scales
 from .wrapper_trial import Verdict, add_garbage, inverted_mask, judged, scale_arguments
 
 
@@ -101,7 +99,7 @@ class _Side:
     def compare(self, result: Result):
         pipeline, call = self.inputs.pipeline, self._call
         if self.name == "decode":
-            pipeline = with_scales(pipeline, call)
+            pipeline = call.scaled(pipeline)
         expected = reference(self.inputs, pipeline=pipeline)
         return runner.compare(self.inputs, result.out, result.lse, expected, lse_base=call.lse_base)
 

@@ -4,6 +4,7 @@
 a line as words `field=value`, defaults left out, and `parse` reads it back.
 """
 
+# ruff: noqa: RUF009 (drawn() makes fields, as dataclasses.field() does)
 from __future__ import annotations
 
 import dataclasses
@@ -16,7 +17,15 @@ import torch
 from preflash.testing.case import DTYPE_NAMES, Case, MaskKind, Position, Sinks
 from preflash.testing.oracle import Pipeline
 
-from .random_cases import Limits, contradiction, random_case, unflattened, with_defaults
+from .random_cases import (
+    Limits,
+    contradiction,
+    drawn,
+    first_request,
+    random_case,
+    random_fields,
+    with_defaults,
+)
 
 
 class Entry(enum.Enum):
@@ -63,42 +72,49 @@ class Also(enum.Enum):
     REFUSALS = "refusals"  # wrong options raise, write nothing, and leave the wrapper as it was
 
 
+# All exact in float32, so that a scale in a tensor is the same scale.
+_SCALES = (*[None] * 6, 0.5, 2.0, 1.25, -0.75)
+
+
 @dataclasses.dataclass(frozen=True)
-class Call:
+class RunOptions:
+    """Options that all calls have."""
+
+    lse_base: str = drawn("log2", "ln")
+    q_scale: float | None = drawn(*_SCALES)
+    k_scale: float | None = drawn(*_SCALES)
+    v_scale: float | None = drawn(*_SCALES, 0.0)
+    scales_in_tensors: bool = drawn(*[False] * 4, True)
+
+    def scaled(self, pipeline: Pipeline) -> Pipeline:
+        """The pipeline with the scales folded in."""
+        q, k, v = (1.0 if s is None else s for s in (self.q_scale, self.k_scale, self.v_scale))
+        return dataclasses.replace(pipeline, sm_scale=pipeline.sm_scale * (q * k), out_scale=v)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(RunOptions):
     """Arguments and forms of a case's call."""
 
-    entry: Entry = Entry.BATCH
-    return_lse: bool = True
-    out: Brought = Brought.ABSENT
-    lse: Brought = Brought.ABSENT
-    lse_base: str = "log2"
-    lse_layout: str = "NH"
-    q_scale: float | None = None
-    k_scale: float | None = None
-    v_scale: float | None = None
-    scales_in_tensors: bool = False
-    window_at_run: bool = False  # window_left is given to run(), and plan() gets none
-    skip_factor: float = 0.0  # given to run()
-    scratch: Scratch = Scratch.WHOLE
-    index_on_device: bool = False
-    threads: int = 1  # of the cpu backend
-    copies: Copies = Copies.AUTO  # of a case with a pre-pass
-    padding: int = 0  # rows of q, and pages, that no request has, before and behind theirs
-    graph: bool = False  # use_cuda_graph=True, with buffers
-    hints: bool = False  # plan() is told the lengths and pages in its other forms, too
-    bounds: bool = False  # plan() has upper bounds of the keys, run() their numbers
-    other_mask: bool = False  # beside a packed mask a dense one, which does not count
-    long_mask: bool = False  # masks are longer than needed
-
-
-# Drawn scales: all exact in float32, so that a scale in a tensor is the same scale.
-SCALES = [None] * 6 + [0.5, 2.0, 1.25, -0.75]
-
-
-def with_scales(pipeline: Pipeline, call) -> Pipeline:
-    """Returns the pipeline with a call's q_scale, k_scale and v_scale folded in."""
-    q, k, v = (1.0 if s is None else s for s in (call.q_scale, call.k_scale, call.v_scale))
-    return dataclasses.replace(pipeline, sm_scale=pipeline.sm_scale * (q * k), out_scale=v)
+    entry: Entry = drawn(*[Entry.BATCH] * 5, Entry.SINGLE, Entry.FORWARD)
+    return_lse: bool = drawn(*[True] * 4, False)
+    out: Brought = drawn(Brought.ABSENT, *Brought)
+    lse: Brought = drawn(Brought.ABSENT, *Brought)
+    lse_layout: str = drawn("NH", "HN")
+    # window_left is given to run(), and plan() gets none.
+    window_at_run: bool = drawn(False, False, True)
+    skip_factor: float = drawn(0.0, 1e-8)  # for run(); what it leaves out is nothing
+    scratch: Scratch = drawn(Scratch.WHOLE, *Scratch)
+    index_on_device: bool = drawn(False, False, True)
+    threads: int = drawn(1, 1, 2, 3)  # of the cpu backend
+    copies: Copies = drawn(*Copies)  # of a case with a pre-pass
+    padding: int = drawn(0, 0, 2)  # rows of q, and pages, of no request, before and behind theirs
+    graph: bool = drawn(*[False] * 4, True)  # use_cuda_graph=True, with buffers
+    hints: bool = drawn(False, False, True)  # plan() has lengths and pages in its other forms, too
+    # plan() has upper bounds of the keys, run() their numbers.
+    bounds: bool = drawn(*[False] * 4, True)
+    other_mask: bool = drawn(False, True)  # beside a packed mask a dense one, which does not count
+    long_mask: bool = drawn(False, False, True)  # masks are longer than needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,41 +282,12 @@ def _value(name: str, word: str) -> object:
 def draw(seed: int, index: int, limits: Limits) -> Problem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"preflash {seed} {index}")
-    entry = rng.choice([Entry.SINGLE, *[Entry.BATCH] * 5, Entry.FORWARD])
+    call = Call(**random_fields(rng, Call))
     # A few are larger, for more work items and longer splits.
     work = limits.work * (10 if rng.random() < 0.03 else 1)
     case = random_case(rng, "problem", dataclasses.replace(limits, work=work))
-    if entry is Entry.SINGLE:
-        one = {"qo_lens": case.qo_lens[:1], "kv_lens": case.kv_lens[:1], "page_size": 0}
-        case = dataclasses.replace(unflattened(case), **one)
-    call = _random_call(rng, entry)
+    if call.entry is Entry.SINGLE:
+        case = first_request(case)
     for _, names in _meaningless(case, call):
         case, call = with_defaults(case, names), with_defaults(call, names)
     return Problem(case, call, rng.choice(checks(case, call)), rng.randrange(2**31))
-
-
-def _random_call(rng: random.Random, entry: Entry) -> Call:
-    return Call(
-        entry=entry,
-        return_lse=rng.random() < 0.8,
-        out=rng.choice([Brought.ABSENT, *Brought]),
-        lse=rng.choice([Brought.ABSENT, *Brought]),
-        lse_base=rng.choice(["log2", "ln"]),
-        lse_layout=rng.choice(["NH", "HN"]),
-        q_scale=rng.choice(SCALES),
-        k_scale=rng.choice(SCALES),
-        v_scale=rng.choice([*SCALES, 0.0]),
-        scales_in_tensors=rng.random() < 0.2,
-        window_at_run=rng.random() < 0.4,
-        skip_factor=rng.choice([0.0, 1e-8]),  # what it leaves out is nothing beside the rest
-        scratch=rng.choice([Scratch.WHOLE, *Scratch]),
-        index_on_device=rng.random() < 0.3,
-        threads=rng.choice([1, 1, 2, 3]),
-        copies=rng.choice(list(Copies)),
-        padding=rng.choice([0, 0, 2]),
-        graph=rng.random() < 0.2,
-        hints=rng.random() < 0.3,
-        bounds=rng.random() < 0.2,
-        other_mask=rng.random() < 0.5,
-        long_mask=rng.random() < 0.3,
-    )

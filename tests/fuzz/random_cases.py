@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
@@ -27,6 +28,17 @@ class Limits:
     rope: bool = True
 
 
+def drawn(default: object, *others: object) -> Any:
+    """Makes a field of a dataclass that random_fields() draws from these values."""
+    return dataclasses.field(default=default, metadata={"values": (default, *others)})
+
+
+def random_fields(rng: random.Random, kind: type) -> dict[str, object]:
+    """Draws values for the drawn() fields of a dataclass."""
+    fields = [field for field in dataclasses.fields(kind) if "values" in field.metadata]
+    return {field.name: rng.choice(field.metadata["values"]) for field in fields}
+
+
 def with_defaults(part, names: Iterable[str]):
     """Returns a case or call with the defaults of those of the named fields that it has."""
     fields = [field for field in dataclasses.fields(part) if field.name in names]
@@ -36,6 +48,12 @@ def with_defaults(part, names: Iterable[str]):
 def unflattened(case: Case) -> Case:
     """The case in a form of pages of any size, or of no pages."""
     return with_defaults(case, ["form"]) if case.form is KvForm.FLAT else case
+
+
+def first_request(case: Case) -> Case:
+    """The first request of the case, ragged."""
+    one = {"qo_lens": case.qo_lens[:1], "kv_lens": case.kv_lens[:1], "page_size": 0}
+    return dataclasses.replace(unflattened(case), **one)
 
 
 def contradiction(case: Case) -> str:

@@ -16,7 +16,7 @@ from preflash.testing import runner
 
 from . import calls, command, problems, shrinking
 from .guarded import memory_of
-from .wrapper_trial import Verdict
+from .wrapper_trial import NEUTRAL, Verdict
 
 # A fault is fault(honest, *args, **options), in the place of the function `honest`.
 
@@ -83,6 +83,10 @@ def leaked_nan(returned, wrapper, inputs, **options):
         last.copy_(last.float() + 0.0 * inputs.k.float().min())
 
 
+def has_garbage(inputs) -> bool:
+    return bool(inputs.q.narrow(0, *own_rows(inputs)).isnan().any())
+
+
 def flip_last_bit(returned, inputs, options):
     """Flips the last bit of one LSE, whose bound is far wider than that."""
     if isinstance(returned, tuple):
@@ -100,12 +104,13 @@ def another_bit_every_time(returned, wrapper, inputs, **options):
         flip_last_bit(returned, inputs, options)
 
 
-def has_garbage(inputs) -> bool:
-    return bool(inputs.q.narrow(0, *own_rows(inputs)).isnan().any())
-
-
 def bits_by_company(returned, wrapper, inputs, **options):
     if inputs.case.batch_size > 1 and not has_garbage(inputs):
+        flip_last_bit(returned, inputs, options)
+
+
+def bits_by_rows(returned, wrapper, inputs, **options):
+    if own_rows(inputs)[1] == 1:
         flip_last_bit(returned, inputs, options)
 
 
@@ -144,41 +149,6 @@ def planned_once(honest, wrapper, inputs, **overrides):
         honest(wrapper, inputs, **overrides)
 
 
-# Options are dropped where they are right: what must be refused still is, so that it is the numbers
-# that show the fault.
-RUN_FAULTS = [
-    (after(wrong_number), "outside their bound"),
-    (after(leaked_nan), "wrong kind"),
-    (unless_given("sinks", None), "lse:|out:"),
-    (unless_given("scale_q", None), "lse:|out:"),
-    (unless_given("scale_k", None), "lse:|out:"),
-    (unless_given("scale_v", None), "out:"),
-    (changed("v_scale", lambda x: x if x == "loud" else None), "out:"),
-    (changed("lse_base", lambda x: "log2" if x == "ln" else x), "lse:"),
-    (changed("window_left", lambda x: min(x, -1)), "out:|lse:"),
-    (after(another_bit_every_time), "other bits"),
-    (after(bits_by_company), "without the rest of its batch"),
-    (after(contagion), "has other bits with garbage in request"),
-    (after(spill), "out: .* elements around it were written"),
-    (after(written_padding), "out: .* elements around it were written"),
-    (after(written_input), "k, an input, was written"),
-    (after(workspace_spill), "workspace: .* elements around it were written"),
-    (refused_nothing, "'NHD' was accepted"),
-    (raising, "RuntimeError: launch refused"),
-]
-# Options of plan(), and the values that leave them out.
-PLAN_OPTIONS = {
-    "causal": False,
-    "window_left": -1,
-    "logits_soft_cap": None,
-    "pos_encoding_mode": "NONE",
-    "rope_scale": None,
-    "rope_theta": None,
-    "sm_scale": None,
-    "custom_mask": None,
-    "packed_custom_mask": None,
-}
-
 # --- faults of the functions and wrappers of `--call` ----------------------------------
 
 
@@ -201,18 +171,8 @@ def halve_decode(returned, *args, **options):
     halve(returned[1])
 
 
-def sides_changed(honest, *args, **options):
-    return honest(*args, **options)[::-1]
-
-
 def written_queries(returned, wrapper, q_p, *operands, **options):
     q_p.untyped_storage()[:1] = 7
-
-
-def written_padding_of_decode(returned, wrapper, *operands, **options):
-    """Writes the last row of q's, which is nobody's if it is garbage."""
-    if bool(operands[-2][-1:].isnan().any()):
-        out_of(returned[1])[-1:] = 0
 
 
 def spilled(returned, key, value, owners, positions, cache, **table):
@@ -225,54 +185,74 @@ def without_last(honest, key, value, owners, positions, cache, **table):
 
 
 FMHA, CUDNN = "trtllm_fmha_v2_prefill", "cudnn_batch_prefill_with_kv_cache"
-APPEND, WRAPPERS = "append_paged_kv_cache", calls.WRAPPERS
-PODS = [preflash.PODWithPagedKVCacheWrapper, preflash.BatchPODWithPagedKVCacheWrapper]
+APPEND = "append_paged_kv_cache"
 DECODE = [preflash.BatchDecodeWithPagedKVCacheWrapper]
-# What is called, the owners of the function and its name, a fault of it, and the failure.
+PODS = [preflash.PODWithPagedKVCacheWrapper, preflash.BatchPODWithPagedKVCacheWrapper]
+# A search by its arguments: the owners of the function, the number of problems, how many operations
+# each may take, and the seed.
+SEARCHES = {
+    "": ([runner], 250, 1e6, "9"),
+    f"--call {FMHA}": ([preflash], 9, 3e6, "8:40"),
+    f"--call {CUDNN}": ([preflash], 100, 1e6, "3"),
+    f"--call {APPEND}": ([preflash], 20, 3e6, "3"),
+    "--call decode": (DECODE, 150, 2e6, "3"),
+    "--call pod": (PODS, 100, 2e6, "3"),
+}
+PLAN_OPTIONS = NEUTRAL | {"custom_mask": None, "packed_custom_mask": None}
+WRITTEN = "elements around it were written"
+# Arguments of the search, the name of the function, a fault of it, and the failure. Options are
+# dropped where they are right: what must be refused still is, so that the numbers show the fault.
 FAULTS = [
-    *((WRAPPERS, [runner], "run", *row) for row in RUN_FAULTS),
+    ("", "run", after(wrong_number), "outside their bound"),
+    ("", "run", after(leaked_nan), "wrong kind"),
+    ("", "run", unless_given("sinks", None), "lse:|out:"),
+    ("", "run", unless_given("scale_q", None), "lse:|out:"),
+    ("", "run", unless_given("scale_k", None), "lse:|out:"),
+    ("", "run", unless_given("scale_v", None), "out:"),
+    ("", "run", changed("v_scale", lambda x: x if x == "loud" else None), "out:"),
+    ("", "run", changed("lse_base", lambda x: "log2" if x == "ln" else x), "lse:"),
+    ("", "run", changed("window_left", lambda x: min(x, -1)), "out:|lse:"),
+    ("", "run", after(spill), f"out: .* {WRITTEN}"),
+    ("", "run", after(written_padding), f"out: .* {WRITTEN}"),
+    ("", "run", after(written_input), "k, an input, was written"),
+    ("", "run", after(workspace_spill), f"workspace: .* {WRITTEN}"),
+    ("", "run", raising, "RuntimeError: launch refused"),
+    ("--also repeat", "run", after(another_bit_every_time), "other bits"),
+    ("--also alone", "run", after(bits_by_company), "without the rest of its batch"),
+    ("--also invariant", "run", after(bits_by_rows), "rows .* of request .* have other bits"),
+    ("--also spoilt", "run", after(contagion), "has other bits with garbage in request"),
+    ("--also refusals", "run", refused_nothing, "'NHD' was accepted"),
     *(
-        (WRAPPERS, [runner], "plan", unless_given(name, PLAN_OPTIONS[name]), "out:|lse:|mode")
+        ("", "plan", unless_given(name, PLAN_OPTIONS[name]), "out:|lse:|pos_encoding_mode")
         for name in PLAN_OPTIONS
     ),
-    (WRAPPERS, [runner], "plan", planned_once, "out:|lse:"),
-    (FMHA, [preflash], FMHA, after(halve), "outside their bound"),
-    (CUDNN, [preflash], CUDNN, after(halve), "outside their bound"),
-    (CUDNN, [preflash], CUDNN, changed("lse_base", "ln"), "lse: .* outside"),
-    (CUDNN, [preflash], CUDNN, changed("causal", False), "out: .* outside"),
-    (CUDNN, [preflash], CUDNN, changed("k_scale", None), "outside their bound"),
-    (CUDNN, [preflash], CUDNN, after(last_row), "out: .* elements around it were written"),
-    (CUDNN, [preflash], CUDNN, after(finite_lse), "are not -inf"),
-    (CUDNN, [preflash], CUDNN, copied_lse, "lse is not the tensor that was given"),
+    ("--also replan", "plan", planned_once, "out:|lse:"),
+    (f"--call {FMHA}", FMHA, after(halve), "outside their bound"),
+    (f"--call {CUDNN}", CUDNN, after(halve), f"outside their bound|{WRITTEN}"),
+    (f"--call {CUDNN}", CUDNN, changed("lse_base", "ln"), "lse: .* outside"),
+    (f"--call {CUDNN}", CUDNN, changed("causal", False), "(out|lse): .* outside"),
+    (f"--call {CUDNN}", CUDNN, changed("k_scale", None), "outside their bound"),
+    (f"--call {CUDNN}", CUDNN, after(last_row), f"out: .* {WRITTEN}"),
+    (f"--call {CUDNN}", CUDNN, after(finite_lse), "are not -inf"),
+    (f"--call {CUDNN}", CUDNN, copied_lse, "lse is not the tensor that was given"),
     *(
-        ("pod", PODS, "run", changed(f"{name}_p", PLAN_OPTIONS[name]), "prefill: (out|lse):")
+        ("--call pod", "run", changed(f"{name}_p", PLAN_OPTIONS[name]), "prefill: (out|lse):")
         for name in ("causal", "custom_mask", "packed_custom_mask", "sm_scale", "window_left")
     ),
-    ("pod", PODS, "run", changed("k_scale", None), "decode: (out|lse):"),
-    ("pod", PODS, "run", changed("v_scale", None), "decode: out:"),
-    ("pod", PODS, "run", changed("lse_base", "log2"), "lse:"),
-    ("pod", PODS, "run", after(halve_decode), "decode: out:"),
-    ("pod", PODS, "run", sides_changed, "prefill: out"),
-    ("pod", PODS, "run", after(written_queries), "prefill: q, an input, was written"),
-    ("pod", PODS, "run", after(written_padding_of_decode), "decode: out: .* around it were"),
+    ("--call pod", "run", changed("k_scale", None), "decode: (out|lse):"),
+    ("--call pod", "run", changed("v_scale", None), "decode: out:"),
+    ("--call pod", "run", changed("lse_base", "log2"), "lse:"),
+    ("--call pod", "run", after(halve_decode), "decode: out:"),
+    ("--call pod", "run", after(written_queries), "prefill: q, an input, was written"),
     *(
-        ("decode", DECODE, "plan", changed(name, PLAN_OPTIONS[name]), "out:|lse:")
+        ("--call decode", "plan", changed(name, PLAN_OPTIONS[name]), "out:|lse:")
         for name in ("window_left", "logits_soft_cap", "sm_scale")
     ),
-    ("decode", DECODE, "run", changed("sinks", None), "out:|lse:"),
-    ("decode", DECODE, "run", changed("k_scale", None), "out:|lse:"),
-    (APPEND, [preflash], APPEND, after(spilled), "bytes differ from a loop's"),
-    (APPEND, [preflash], APPEND, without_last, "bytes differ from a loop's"),
+    ("--call decode", "run", changed("sinks", None), "out:|lse:"),
+    ("--call decode", "run", changed("k_scale", None), "out:|lse:"),
+    (f"--call {APPEND}", APPEND, after(spilled), "bytes differ from a loop's"),
+    (f"--call {APPEND}", APPEND, without_last, "bytes differ from a loop's"),
 ]
-# Problems of a call, how many operations each may take, and the seed.
-SEARCHES = {
-    WRAPPERS: (250, 1e6, "20"),
-    FMHA: (9, 3e6, "8:40"),
-    CUDNN: (100, 1e6, "3"),
-    "pod": (100, 2e6, "3"),
-    "decode": (150, 2e6, "3"),
-    APPEND: (20, 3e6, "3"),
-}
 
 
 @pytest.fixture
@@ -280,9 +260,9 @@ def find(monkeypatch, capsys):
     """Returns a function that finds a fault, and again with the printed commands, which find
     nothing without it."""
 
-    def find(call, owners, name, fault, message) -> list[list[str]]:
-        count, work, seed = SEARCHES[call]
-        asked = ["--backend", "cpu"] + (["--call", call] if call != WRAPPERS else [])
+    def find(arguments, name, fault, message) -> list[list[str]]:
+        owners, count, work, seed = SEARCHES.get(arguments, SEARCHES[""])
+        asked = ["--backend", "cpu", *arguments.split()]
         monkeypatch.setattr(command, "_MOST_FAILURES", 1)
         monkeypatch.setattr(calls, "_WORK", work)
         with monkeypatch.context() as patch:
@@ -298,26 +278,24 @@ def find(monkeypatch, capsys):
             assert re.search(message, printed), printed
             lines = re.findall(r"^(?:FAILED|smaller:) python tests/fuzz (.*)$", printed, re.M)
             found = [shlex.split(line) for line in lines]
-            for arguments in found:
-                assert arguments[: len(asked)] == asked
-                assert command.main(arguments) == 1, arguments
-        for arguments in found:
-            assert command.main(arguments) == 0, arguments
-        capsys.readouterr()
+            for again in found:
+                assert command.main(again) == 1, again
+        for again in found:
+            assert command.main(again) == 0, again
+        assert found[0][: len(asked)] == asked
         return found
 
     return find
 
 
-@pytest.mark.parametrize(("call", "owners", "name", "fault", "message"), FAULTS)
-def test_a_fault_is_found(monkeypatch, find, call, owners, name, fault, message):
+@pytest.mark.parametrize(("arguments", "name", "fault", "message"), FAULTS)
+def test_a_fault_is_found(monkeypatch, find, arguments, name, fault, message):
     monkeypatch.setattr(shrinking, "_TRIES", 0)
-    assert len(find(call, owners, name, fault, message)) == 1
+    assert len(find(arguments, name, fault, message)) == 1
 
 
 def test_a_fault_is_found_in_a_smaller_problem(find):
-    message = "outside their bound"
-    _, smaller = find(WRAPPERS, [runner], "run", after(wrong_number), message)
+    _, smaller = find("", "run", after(wrong_number), "outside their bound")
     problem = problems.parse(smaller[-1])
     assert problem.case.qo_lens == (1,)
     assert problem.case.num_qo_heads == 1
@@ -326,13 +304,20 @@ def test_a_fault_is_found_in_a_smaller_problem(find):
 
 
 @pytest.mark.parametrize(
-    ("call", "count"),
-    [(None, 5), (FMHA, 5), (CUDNN, 60), ("pod", 40), (APPEND, 60), ("decode", 80)],
+    ("arguments", "count"),
+    [
+        ("", 5),
+        (f"--call {FMHA}", 5),
+        (f"--call {CUDNN}", 60),
+        ("--call pod", 40),
+        (f"--call {APPEND}", 60),
+        ("--call decode", 80),
+    ],
 )
-def test_problems_that_pass(monkeypatch, capsys, call, count):
+def test_problems_that_pass(monkeypatch, capsys, arguments, count):
     monkeypatch.setattr(calls, "_WORK", 3e6)
-    named = [] if call is None else ["--call", call]
-    assert command.main(["--backend", "cpu", *named, "--fuzz", str(count), "--seed", "8:40"]) == 0
+    seed = ["--fuzz", str(count), "--seed", "8:40"]
+    assert command.main(["--backend", "cpu", *arguments.split(), *seed]) == 0
     out = capsys.readouterr().out
     assert f"cpu on cpu: {count} passed, 0 failed" in out
     assert "all good" in out
@@ -342,7 +327,7 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     def examine(problem, **place):
         return Verdict(not_compiled="head_dim 512 is not compiled")
 
-    monkeypatch.setitem(calls.CALLS, WRAPPERS, calls.Call(problems.draw, examine))
+    monkeypatch.setitem(calls.CALLS, calls.WRAPPERS, calls.Call(problems.draw, examine))
     assert command.main(["--backend", "cpu", "--fuzz", "3"]) == 2
     assert "head_dim 512 is not compiled" in capsys.readouterr().err
 

@@ -25,11 +25,20 @@ from preflash.testing.oracle import reference
 
 from . import guarded, refusals
 from .altered_inputs import lone, part, spoil, surrounded, with_bounds
-from .guarded import Guarded, untouched_inputs
-from .outputs import GivenOutputs, Result
-from .problems import Also, Call, Entry, Problem, Scratch, with_scales
+from .guarded import GivenOutputs, Guarded, Result, untouched_inputs
+from .problems import Also, Call, Entry, Problem, RunOptions, Scratch
 
 _MOST_ALONE = 4  # requests of a batch that are computed again
+# Options between q k^T and the softmax, and the values that leave them out.
+NEUTRAL = {
+    "causal": False,
+    "window_left": -1,
+    "logits_soft_cap": None,
+    "pos_encoding_mode": "NONE",
+    "rope_scale": None,
+    "rope_theta": None,
+    "sm_scale": None,
+}
 
 
 @dataclass
@@ -81,7 +90,7 @@ def examine(
         untouched = untouched_inputs(inputs)
         made = (trial or Trial)(problem, inputs, backend)
         result = made.run()
-        expected = reference(inputs, pipeline=with_scales(inputs.pipeline, call))
+        expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
         report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
         failures = [*report.failures, *result.failures, *_CHECKS[problem.also](made, result)]
     if made.workspace is not None:
@@ -139,7 +148,7 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
 
 
 def scale_arguments(
-    call, device: torch.device, names: Sequence[str] = ("q_scale", "k_scale", "v_scale")
+    call: RunOptions, device: torch.device, names: Sequence[str] = ("q_scale", "k_scale", "v_scale")
 ) -> dict[str, float | torch.Tensor | None]:
     """Returns a call's scales, as tensors where the call says so."""
     found = {name: getattr(call, name) for name in names}
@@ -195,8 +204,7 @@ class Trial:
     def _plan_overrides(self) -> dict[str, object]:
         """Options that plan() gets otherwise than they are, because a later call is given them."""
         if self.call.entry is Entry.FORWARD:
-            nothing = dict.fromkeys(self._logits_options())
-            return nothing | {"causal": False, "window_left": -1, "pos_encoding_mode": "NONE"}
+            return {name: NEUTRAL[name] for name in self._logits_options()}
         return {"window_left": -1} if self.call.window_at_run else {}
 
     def _bounds(self) -> dict[str, object]:
@@ -269,17 +277,9 @@ class Trial:
         return getattr(self.wrapper, name)(inputs.q, *kv, **self._logits_options(), **scales)
 
     def _logits_options(self) -> dict[str, object]:
-        """Options of forward() that replace those of plan()."""
-        case = self.inputs.case
-        return {
-            "causal": case.mask is MaskKind.CAUSAL,
-            "pos_encoding_mode": case.position.value,
-            "window_left": case.window_left,
-            "logits_soft_cap": case.soft_cap,
-            "sm_scale": case.sm_scale,
-            "rope_scale": case.rope_scale,
-            "rope_theta": case.rope_theta,
-        }
+        """Options of plan() that forward() has, too."""
+        options = self._plan_arguments()[1]
+        return {name: options[name] for name in NEUTRAL if name in options}
 
 
 # --- further checks ----------------------------------------------------------------
@@ -300,10 +300,8 @@ def _repeat(trial: Trial, result: Result) -> list[str]:
 
 def _alone(trial: Trial, result: Result) -> list[str]:
     failures = []
-    begins = _first_rows(trial)
-    for i in range(min(trial.inputs.case.batch_size, _MOST_ALONE)):
-        alone = trial.another(lone(trial.inputs, i)).run()
-        if not alone.same_bits(result.rows(begins[i], begins[i + 1])):
+    for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
+        if not trial.another(lone(trial.inputs, i)).run().same_bits(own):
             failures.append(f"request {i} has other bits without the rest of its batch")
     return failures
 
@@ -312,12 +310,11 @@ def _invariant(trial: Trial, result: Result) -> list[str]:
     """Each request alone, then parts of it: chunks of its prefill and decode steps, some of them
     with a CUDA graph's buffers."""
     rng, failures = random.Random(trial.problem.seed), _alone(trial, result)
-    case, begins = trial.inputs.case, _first_rows(trial)
-    for i in range(min(case.batch_size, _MOST_ALONE)):
-        for begin, end in _parts(rng, case, i):
+    for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
+        for begin, end in _parts(rng, trial.inputs.case, i):
             graph = rng.random() < 0.5
             computed = trial.another(part(trial.inputs, i, begin, end), graph=graph).run()
-            if not computed.same_bits(result.rows(begins[i] + begin, begins[i] + end)):
+            if not computed.same_bits(own.rows(begin, end)):
                 kind = "with a graph's buffers" if graph else "eager"
                 failures.append(f"rows {begin} to {end} of request {i}, {kind}, have other bits")
     return failures
@@ -336,23 +333,19 @@ def _parts(rng: random.Random, case: Case, i: int) -> list[tuple[int, int]]:
 
 
 def _spoilt(trial: Trial, result: Result) -> list[str]:
-    problem, failures = trial.problem, []
-    count = problem.case.batch_size
-    spoilt = problem.seed % count
-    inputs = _build(problem, trial.device)
+    spoilt, failures = trial.problem.seed % trial.problem.case.batch_size, []
+    inputs = _build(trial.problem, trial.device)
     spoil(inputs, spoilt)
-    others = trial.another(inputs).run()
-    begins = _first_rows(trial)
-    for i in set(range(count)) - {spoilt}:
-        rows = (begins[i], begins[i + 1])
-        if not others.rows(*rows).same_bits(result.rows(*rows)):
+    others = _of_requests(trial, trial.another(inputs).run())
+    for i, own in enumerate(_of_requests(trial, result)):
+        if i != spoilt and not others[i].same_bits(own):
             failures.append(f"request {i} has other bits with garbage in request {spoilt}")
     return failures
 
 
-def _first_rows(trial: Trial) -> list[int]:
-    """The first row of every request, then the end of the last."""
-    return [0, *itertools.accumulate(trial.inputs.case.qo_lens)]
+def _of_requests(trial: Trial, result: Result) -> list[Result]:
+    ends = itertools.accumulate(trial.inputs.case.qo_lens, initial=0)
+    return [result.rows(*rows) for rows in itertools.pairwise(ends)]
 
 
 def _refusals(trial: Trial, result: Result) -> list[str]:
