@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from preflash.cli.machine import Place
 
 from . import (
@@ -19,33 +16,23 @@ from . import (
     wrapper_trial,
 )
 from .random_cases import Limits
-from .wrapper_trial import Verdict
 
 _LONGEST = 700
 # Milliseconds in the oracle, and several tiles, splits and requests all the same.
 _WORK = 2e7
 
 WRAPPERS = "wrappers"
-
-
-class Call(NamedTuple):
-    """Random problems for something that is called."""
-
-    draw_within: Callable[[int, int, Limits], Any]  # of a seed and an index
-    compute: Callable[..., Verdict]
-
-    def draw(self, seed: int, index: int, place: Place) -> Any:
-        return self.draw_within(seed, index, Limits(_LONGEST, _WORK, place.dtypes))
-
-    def examine(self, problem: Any, place: Place) -> Verdict:
-        return self.compute(problem, backend=place.backend, device=place.device)
-
-
+# By name draw(seed, index, limits) and examine(problem, backend=, device=).
 CALLS = {
-    WRAPPERS: Call(problems.draw, wrapper_trial.examine),
-    "trtllm_fmha_v2_prefill": Call(fmha_problems.draw, fmha_problems.examine),
-    "decode": Call(decode_problems.draw, decode_problems.examine),
-    "pod": Call(pod_problems.draw, pod_trial.examine),
-    "append_paged_kv_cache": Call(append_problems.draw, append_problems.examine),
-    "cudnn_batch_prefill_with_kv_cache": Call(cudnn_problems.draw, cudnn_trial.examine),
+    WRAPPERS: (problems.draw, wrapper_trial.examine),
+    "trtllm_fmha_v2_prefill": (fmha_problems.draw, fmha_problems.examine),
+    "decode": (decode_problems.draw, decode_problems.examine),
+    "pod": (pod_problems.draw, pod_trial.examine),
+    "append_paged_kv_cache": (append_problems.draw, append_problems.examine),
+    "cudnn_batch_prefill_with_kv_cache": (cudnn_problems.draw, cudnn_trial.examine),
 }
+
+
+def limits(place: Place) -> Limits:
+    """Limits of the random problems of a place."""
+    return Limits(_LONGEST, _WORK, place.dtypes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import shlex
 import sys
 import time
@@ -17,7 +18,7 @@ from preflash.cli.console import progress
 from preflash.cli.machine import Place, choose_places
 
 from . import problems, shrinking
-from .calls import CALLS, WRAPPERS
+from .calls import CALLS, WRAPPERS, limits
 from .problems import Also, Problem
 from .wrapper_trial import Verdict
 
@@ -89,12 +90,16 @@ def _problems(args: argparse.Namespace, place: Place) -> Iterator[tuple[Any, str
             raise CommandError(f"--problem: {error}") from error
         yield problem, _spelled_out(problem)
         return
-    seed, first = _seed(args.seed or "0")
+    seed = args.seed or "0"
+    if not re.fullmatch(r"-?\d+(:\d+)?", seed):
+        raise CommandError(f"--seed {seed}: must be S or S:I, two integers, I at least 0")
+    seed, first = (int(part or 0) for part in seed.partition(":")[::2])
+    draw, _ = CALLS[args.call]
     options = "" if args.call == WRAPPERS else f"--call {args.call} "
     if args.also is not None:
         options = f"--also {args.also} "
     for index in itertools.count(first):
-        problem = CALLS[args.call].draw(seed, index, place)
+        problem = draw(seed, index, limits(place))
         try:
             if args.also is not None:
                 problem = dataclasses.replace(problem, also=Also(args.also))
@@ -105,18 +110,6 @@ def _problems(args: argparse.Namespace, place: Place) -> Iterator[tuple[Any, str
 
 def _spelled_out(problem: Problem) -> str:
     return f"--problem {shlex.quote(problem.text)}"
-
-
-def _seed(text: str) -> tuple[int, int]:
-    """The seed and the index of the first problem in S or S:I."""
-    seed, _, first = text.partition(":")
-    try:
-        found = int(seed), int(first or 0)
-    except ValueError:
-        raise CommandError(f"--seed {text}: must be S or S:I, two integers") from None
-    if found[1] < 0:
-        raise CommandError(f"--seed {text}: problems are counted from 0")
-    return found
 
 
 @dataclass
@@ -150,7 +143,8 @@ class _Search:
                 step(self.place.label)
 
     def _examine(self, problem: Any) -> Verdict:
-        return CALLS[self.call].examine(problem, self.place)
+        _, examine = CALLS[self.call]
+        return examine(problem, backend=self.place.backend, device=self.place.device)
 
     def _count(self, verdict: Verdict) -> None:
         self.failed += bool(verdict.failures)

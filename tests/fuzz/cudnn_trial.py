@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import preflash
 import torch
@@ -22,30 +23,26 @@ from .problems import Brought
 from .wrapper_trial import Verdict, judged
 
 
-class _Places:
+class _Places(NamedTuple):
     """Positions of the requests in one tensor, in tokens."""
 
-    def __init__(self, starts: Sequence[int], lengths: Sequence[int]) -> None:
-        self._starts, self._lengths = list(starts), lengths
-        self.end = max(map(sum, zip(starts, lengths, strict=True)))
+    starts: list[int]
+    lengths: Sequence[int]
+
+    @property
+    def ends(self) -> list[int]:
+        return [start + length for start, length in zip(*self, strict=True)]
 
     def rows(self) -> torch.Tensor:
         """Row indices of all requests, one after the other."""
-        pairs = zip(self._starts, self._lengths, strict=True)
-        return torch.tensor([row for start, n in pairs for row in range(start, start + n)]).long()
-
-    def offsets(self, ends: Ends) -> list[int]:
-        last = [self._starts[-1] + self._lengths[-1]] if ends is Ends.WITH else []
-        return self._starts + last
+        return torch.cat([torch.arange(*ends) for ends in zip(self.starts, self.ends, strict=True)])
 
 
 def _placed(lengths: Sequence[int], rng: random.Random, call: CudnnCall) -> _Places:
-    if call.ends is Ends.NONE:
-        return _Places([0], lengths)
     order = list(range(len(lengths)))
     if call.apart:
         rng.shuffle(order)
-    starts, at = [0] * len(lengths), rng.choice([0, 0, 1, 5])
+    starts, at = [0] * len(lengths), 0 if call.ends is Ends.NONE else rng.choice([0, 0, 1, 5])
     for i in order:
         starts[i] = at
         at += lengths[i] + (rng.choice([0, 0, 1, 4]) if call.apart else 0)
@@ -93,7 +90,7 @@ class _Trial:
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, and k and v of ragged requests, with the rows of requests at their places."""
         case, made = self._case, self.made
-        rows = max(self._q_at.end, self._o_at.end) + SPARE_ROWS
+        rows = max(self._q_at.ends + self._o_at.ends) + SPARE_ROWS
         # More garbage behind rows or behind heads.
         heads = case.num_qo_heads + (2 if case.form is KvForm.HALVES else 0)
         columns = case.head_dim + (PAD_COLUMNS if case.form is KvForm.PADDED else 0)
@@ -103,22 +100,21 @@ class _Trial:
         bits(q)[self._q_at.rows()] = bits(made.q)
         if case.paged:
             return q, made.k, made.v
-        tokens = max(self._k_at.end, self._v_at.end) + SPARE_ROWS
+        tokens = max(self._k_at.ends + self._v_at.ends) + SPARE_ROWS
         k, v, _ = inputs.storage(case, (tokens,), self._generator, self._device)
         for t, at, packed in ((k, self._k_at, made.k), (v, self._v_at, made.v)):
             bits(t)[at.rows()] = bits(packed)[: sum(case.kv_lens)]
         return q, k, v
 
-    def _table(self) -> torch.Tensor | None:
+    def _table(self) -> torch.Tensor:
         """Pages of the requests and garbage; half of the tables are wider than what is needed."""
         case = self._case
-        if not case.paged:
-            return None
         width = -(-(max(case.kv_lens) + self._call.spare_length) // case.page_size)
         garbage = torch.tensor([-7, 2**30, 2**31 - 1], dtype=torch.int32)
         table = garbage.repeat(case.batch_size, width // 3 + 2)
         for row, pages in zip(table, self.made.page_table, strict=True):
             row[: len(pages)] = torch.tensor(pages)
+        table = table.to(self._array([]).device)
         return table if self._problem.seed % 2 else table[:, :width]
 
     def _placed_stats(self, rng: random.Random) -> _Places:
@@ -127,35 +123,29 @@ class _Trial:
         if self._call.lse is not Lse.ROWS:
             room = case.batch_size * self._longest_q
         at = _placed(case.qo_lens, rng, self._call)
-        if at.end <= room:
+        if max(at.ends) <= room:
             return at
-        return _Places([*itertools.accumulate(case.qo_lens, initial=0)][:-1], case.qo_lens)
+        starts = itertools.accumulate(case.qo_lens[:-1], initial=0)
+        return _Places([*starts], case.qo_lens)
 
     def _outputs(self) -> tuple[Guarded | None, Guarded | None]:
         case, call, out, lse = self._case, self._call, None, None
         rows, heads = self._q.shape[:2]
         if call.out is not Brought.ABSENT:
-            out = guarded.output(
-                (rows, heads, case.dim_vo),
-                case.dtype_o,
-                self._device,
-                case.garbage,
-                strided=call.out is Brought.STRIDED,
-                own=self._o_at.rows(),
-            )
+            shape, strided = (rows, heads, case.dim_vo), call.out is Brought.STRIDED
+            where = (case.dtype_o, self._device, case.garbage)
+            out = guarded.output(shape, *where, strided=strided, own=self._o_at.rows())
         if call.lse is not Lse.ABSENT:
-            shape, own = (rows, heads), slice(None)
-            if self._stats_at is not None:
-                own = self._stats_at.rows()
+            shape = (rows, heads)
+            own = slice(None) if self._stats_at is None else self._stats_at.rows()
             if call.lse is Lse.PADDED:
-                shape = (case.batch_size, self._longest_q, heads)
-                if self._stats_at is not None:
-                    own = (own // self._longest_q, own % self._longest_q)
+                shape, longest = (case.batch_size, self._longest_q, heads), self._longest_q
+                own = own if self._stats_at is None else (own // longest, own % longest)
             lse = guarded.output(shape, torch.float32, self._device, case.garbage, own=own)
         return out, lse
 
     def _arguments(self) -> dict[str, object]:
-        case, call, table = self._case, self._call, self._table()
+        case, call = self._case, self._call
         q, k, v = self._q, self._k, self._v
         found = {
             "q": q,
@@ -166,7 +156,7 @@ class _Trial:
             "max_sequence_kv": max(case.kv_lens) + call.spare_length,
             "actual_seq_lens_q": self._lengths(case.qo_lens),
             "actual_seq_lens_kv": self._lengths(case.kv_lens),
-            "block_tables": None if table is None else table.to(self._index_device),
+            "block_tables": self._table() if case.paged else None,
             "causal": case.mask is MaskKind.CAUSAL,
             "return_lse": call.return_lse,
             "q_scale": self._scale(call.q_scale),
@@ -184,9 +174,7 @@ class _Trial:
             "backend": self._backend,
         }
         if self._stats_at is not None:
-            found["batch_offsets_stats"] = self._offsets(
-                self._stats_at, case.num_qo_heads, Ends.WITH
-            )
+            found["batch_offsets_stats"] = self._offsets(self._stats_at, case.num_qo_heads)
         if call.own_v_and_o:
             packed = case.num_qo_heads * case.dim_vo
             width = packed if self._out is None else self._out.given.stride(0)
@@ -197,11 +185,11 @@ class _Trial:
                 found["batch_offsets_v"] = self._offsets(self._v_at, v.stride(0))
         return found
 
-    @property
-    def _index_device(self) -> torch.device | str:
-        """A call that a graph may capture reads its arrays there."""
+    def _array(self, values: Sequence[int]) -> torch.Tensor:
+        """A call that a graph may capture reads its arrays on the device."""
         on_device = self._call.index_on_device or self._problem.capturable
-        return self._device if on_device else "cpu"
+        where = self._device if on_device else "cpu"
+        return torch.tensor(values, dtype=self._call.index_dtype, device=where)
 
     def _scale(self, value: float | None) -> float | torch.Tensor | None:
         if value is None or not self._call.scales_in_tensors or self._problem.capturable:
@@ -211,16 +199,15 @@ class _Trial:
     def _lengths(self, lengths: Sequence[int]) -> torch.Tensor | None:
         if not self._call.lengths:
             return None
-        found = torch.tensor(lengths, dtype=self._call.index_dtype, device=self._index_device)
+        found = self._array(lengths)
         return found.view(-1, 1, 1, 1) if self._call.four_dims else found
 
-    def _offsets(self, at: _Places, width: int, ends: Ends | None = None) -> torch.Tensor | None:
-        ends = ends or self._call.ends
-        if ends is Ends.NONE:
+    def _offsets(self, at: _Places, width: int) -> torch.Tensor | None:
+        if self._call.ends is Ends.NONE and at is not self._stats_at:
             return None
-        width = 1 if self._call.units == "tokens" else width
-        found = torch.tensor(at.offsets(ends), dtype=self._call.index_dtype)
-        return (found * width).to(self._index_device)
+        with_end = self._call.ends is Ends.WITH or at is self._stats_at
+        tokens = at.starts + at.ends[-1:] * with_end
+        return self._array(tokens) * (1 if self._call.units == "tokens" else width)
 
     def run(self) -> Result:
         """Calls once. Returns the rows of requests, in the oracle's order, and all failures other

@@ -19,10 +19,7 @@ from .random_cases import Limits, unflattened, with_defaults
 from .wrapper_trial import Trial, scale_arguments
 
 _CHECKS = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
-_NOT_OF_DECODE = (
-    *("head_dim_vo", "mask"),
-    *("padding", "hints", "bounds", "other_mask", "long_mask"),
-)
+_NOT_OF_DECODE = ("head_dim_vo", "mask", "padding", "hints", "bounds", "other_mask", "long_mask")
 _NOT_OF_SINGLE = ("sinks", "head_scales", "o_dtype", "out", "lse", "lse_base", "lse_layout")
 
 
@@ -54,7 +51,7 @@ class _DecodeTrial(Trial):
             buffer,
             self.inputs.case.layout,
             use_cuda_graph=self.call.graph,
-            use_tensor_cores=self._tensor_cores,
+            use_tensor_cores=self.problem.seed % 2 == 1,
             backend=self.backend,
             **{
                 name.replace("_buf", "_buffer"): array
@@ -62,10 +59,6 @@ class _DecodeTrial(Trial):
                 if name.startswith("paged_kv")
             },
         )
-
-    @property
-    def _tensor_cores(self) -> bool:
-        return self.problem.seed % 2 == 1
 
     def _plan_arguments(self) -> tuple[tuple, dict]:
         (_, *arguments), options = runner.plan_arguments(self.inputs)
@@ -82,7 +75,7 @@ class _DecodeTrial(Trial):
             inputs.q[0],
             *(t.narrow(tokens, 0, case.kv_lens[0]) for t in (inputs.k, inputs.v)),
             kv_layout=case.layout,
-            use_tensor_cores=self._tensor_cores,
+            use_tensor_cores=self.problem.seed % 2 == 1,
             **self._logits_options(),
             **scale_arguments(self.call, self.device),
             return_lse=return_lse,

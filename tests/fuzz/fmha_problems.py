@@ -1,6 +1,7 @@
 """Problems for trtllm_fmha_v2_prefill: random ones over its options, in every layout, with NaN in
 all memory that no request owns, and the answer of the float64 oracle."""
 
+# ruff: noqa: RUF009 (drawn() makes fields, as dataclasses.field() does)
 from __future__ import annotations
 
 import dataclasses
@@ -16,12 +17,13 @@ from preflash.testing import comparison, runner
 from preflash.testing.inputs import PAD_COLUMNS
 from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
-from .random_cases import Limits
+from .random_cases import Limits, drawn, random_fields
 from .wrapper_trial import Verdict, judged
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, E4M3)
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
+MODES = ("sliding_window", "chunked", "padding")
 SPARE = 3  # rows before the first request and behind the last
 
 
@@ -39,31 +41,31 @@ class FmhaCase:
 
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    layout: str = "SEPARATE_Q_K_V"
-    dtype: torch.dtype = torch.float16
-    out_dtype: torch.dtype | None = None
+    layout: str = drawn("SEPARATE_Q_K_V", *LAYOUTS)
+    dtype: torch.dtype = drawn(*DTYPES)
+    out_dtype: torch.dtype | None = drawn(None, *DTYPES)
     num_heads: int = 4
-    num_kv_heads: int = 2
+    num_kv_heads: int = drawn(2, 1, 3)
     head_dim: int = 64
     head_dim_vo: int | None = None  # head_dim; another one where k and v are tensors apart
-    wide_rows: bool = False  # NaN behind every row of q, k and v
-    page_size: int = 16
-    pools: Pools = Pools.ONE
-    offsets_of_pages: bool = True  # cum_seq_lens_kv is given with pages, too
-    mask_mode: str = "causal"
-    window_left: int = -1
+    wide_rows: bool = drawn(False, False, True)  # NaN behind every row of q, k and v
+    page_size: int = drawn(16, 1, 5, 64, 100)
+    pools: Pools = drawn(*Pools)
+    offsets_of_pages: bool = drawn(True, False)  # cum_seq_lens_kv is given with pages, too
+    mask_mode: str = drawn("causal", "CAUSAL", *MODES, *map(str.upper, MODES))
+    window_left: int = drawn(-1, 0, 7, 100)
     chunk: int = 0
-    soft_cap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    stats: bool = False
-    bmm1: float = 0.125
-    bmm2: float = 1.0
-    brings_out: bool = False
-    spare_length: int = 0  # by which the longest lengths are exceeded
+    soft_cap: float | None = drawn(None, None, 0.0, 3.0, 30.0)
+    alibi: bool = drawn(False, False, True)
+    sinks: bool = drawn(False, False, True)
+    stats: bool = drawn(False, True)
+    bmm1: float = drawn(0.125, 0.0884, 1.0, 0.01)
+    bmm2: float = drawn(1.0, 0.5, -2.0)
+    brings_out: bool = drawn(False, True)
+    spare_length: int = drawn(0, 0, 33)  # by which the longest lengths are exceeded
     skip_factor: float = 0.0
-    scales_in_tensors: bool = False
-    workspace: int = 1 << 20
+    scales_in_tensors: bool = drawn(*[False] * 4, True)
+    workspace: int = drawn(1 << 20, 1 << 12, 0)
     seed: int = 0
 
     @property
@@ -104,57 +106,27 @@ def draw(seed: int, index: int, limits: Limits) -> FmhaCase:
 
 def random_case(seed: int) -> FmhaCase:
     rng = random.Random(f"fmha {seed}")
-    layout = rng.choice(LAYOUTS)
-    packed = layout == "PACKED_QKV"
     qo_lens = tuple(rng.choice([0, 1, 3, 17, 64, 65, 130]) for _ in range(rng.randint(1, 4)))
-    longer = [0, 0, 1, 40, 128, 333]
-    kv_lens = qo_lens if packed else tuple(max(n + rng.choice(longer) - 20, 0) for n in qo_lens)
-    num_kv_heads = rng.choice([1, 2, 3])
-    mode = rng.choice(["causal", "sliding_window", "chunked", "padding"])
-    dtype = rng.choice(DTYPES)
-    case = FmhaCase(
-        qo_lens=qo_lens,
-        kv_lens=kv_lens,
-        layout=layout,
-        dtype=dtype,
-        out_dtype=rng.choice([None, *DTYPES]),
-        num_heads=num_kv_heads * (1 if packed else rng.choice([1, 2, 5])),
-        num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(rng, dtype),
-        wide_rows=rng.random() < 0.3,
-        page_size=rng.choice([1, 5, 16, 64, 100]),
-        pools=rng.choice(list(Pools)),
-        offsets_of_pages=rng.random() < 0.6,
-        mask_mode=rng.choice([mode, mode.upper()]),
-        window_left=rng.choice([-1, 0, 7, 100]),
-        chunk=rng.choice([1, 16, 64, 128]),
-        soft_cap=rng.choice([None, None, 0.0, 3.0, 30.0]),
-        alibi=rng.random() < 0.3,
-        sinks=rng.random() < 0.3,
-        stats=rng.random() < 0.6,
-        bmm1=rng.choice([0.125, 0.0884, 1.0, 0.01]),
-        bmm2=rng.choice([1.0, 0.5, -2.0]),
-        brings_out=rng.random() < 0.4,
-        spare_length=rng.choice([0, 0, 33]),
-        scales_in_tensors=rng.random() < 0.2,
-        workspace=rng.choice([0, 1 << 12, 1 << 20]),
-        seed=seed,
-    )
-    changes = {}
+    kv_lens = tuple(max(n + rng.choice([0, 0, 1, 40, 128, 333]) - 20, 0) for n in qo_lens)
+    case = FmhaCase(qo_lens, kv_lens, **random_fields(rng, FmhaCase), seed=seed)
+    # Rows of 8 bits start on multiples of 16 bytes.
+    step = 16 if case.dtype.itemsize == 1 else 8
+    any_dim = step * rng.randint(1, 512 // step)
+    changes = {
+        "num_heads": case.num_kv_heads * rng.choice([1, 2, 5]),
+        "head_dim": rng.choice([64, 128, 256, any_dim, any_dim]),
+        "chunk": rng.choice([1, 16, 64, 128]),
+    }
+    if case.layout == "PACKED_QKV":
+        changes |= {"kv_lens": qo_lens, "num_heads": case.num_kv_heads}
     if case.kv_apart and rng.random() < 0.2:
         changes |= {"head_dim": 192, "head_dim_vo": 128}
     if not case.stats and rng.random() < 0.1:
         changes["bmm1"] = rng.choice([-0.1, 0.0])
-    plain = not (case.stats or case.soft_cap or case.alibi) and dtype.itemsize == 2
-    if plain and changes.get("head_dim", case.head_dim) <= 256 and rng.random() < 0.5:
+    plain = not (case.stats or case.soft_cap or case.alibi) and case.dtype.itemsize == 2
+    if plain and changes["head_dim"] <= 256 and rng.random() < 0.5:
         changes["skip_factor"] = 1e-6  # what it leaves out is nothing beside the rest
     return dataclasses.replace(case, **changes)
-
-
-def _head_dim(rng: random.Random, dtype: torch.dtype) -> int:
-    """Rows of 8 bits start on multiples of 16 bytes."""
-    any_dim = 16 * rng.randint(1, 32) if dtype.itemsize == 1 else 8 * rng.randint(1, 64)
-    return rng.choice([64, 128, 256, any_dim, any_dim])
 
 
 @dataclasses.dataclass

@@ -78,9 +78,10 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     )
     most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
     kv_lens = _at_most(decode.kv_lens, most)
+    queries = [1] if kind is Kind.SINGLE else [0, 1, 1, 1, 1, 3]
     decode = dataclasses.replace(
         decode,
-        qo_lens=tuple(_queries(rng, kind) for _ in kv_lens),
+        qo_lens=tuple(rng.choice(queries) for _ in kv_lens),
         kv_lens=kv_lens,
         num_qo_heads=prefill.num_qo_heads,
         num_kv_heads=prefill.num_kv_heads,
@@ -97,10 +98,6 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
         prefill = _like(prefill, decode, rng)
         call = dataclasses.replace(call, return_lse=call.return_lse[:1] * 2)
     return PodProblem(kind, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
-
-
-def _queries(rng: random.Random, kind: Kind) -> int:
-    return 1 if kind is Kind.SINGLE else rng.choice([0, 1, 1, 1, 1, 3])
 
 
 def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:

@@ -69,9 +69,7 @@ def of_plan(inputs: Inputs) -> list[tuple[str, object]]:
 
 def missing(name: str, value: object, call: Callable[..., object]) -> list[str]:
     """Returns what is wrong with the way `call` refuses a value of an argument."""
-    wrong = f"{name}={value!r}"
-    if isinstance(value, torch.Tensor):
-        wrong = f"{name} of shape {tuple(value.shape)}, {value.dtype}"
+    wrong = f"{name}={getattr(value, 'shape', value)!r}"
     output = Untouched({name: value})
     try:
         call(**{name: value})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from preflash.testing.case import Case
 
@@ -69,17 +69,12 @@ def _changes(problem: Problem) -> Iterator[dict[str, object]]:
 
 
 def _fewer_requests(case: Case) -> Iterator[dict[str, object]]:
-    every = range(case.batch_size)
-    if len(every) > 2:
-        yield _requests(case, every[: len(every) // 2])
-        yield _requests(case, every[len(every) // 2 :])
-    if len(every) > 1:
-        for i in every:
-            yield _requests(case, [*every[:i], *every[i + 1 :]])
-
-
-def _requests(case: Case, kept: Sequence[int]) -> dict[str, object]:
-    return {name: tuple(getattr(case, name)[i] for i in kept) for name in _LENGTHS}
+    count = case.batch_size
+    halves = [slice(count // 2), slice(count // 2, None)] if count > 2 else []
+    for half in halves:
+        yield {name: getattr(case, name)[half] for name in _LENGTHS}
+    for i in range(count if count > 1 else 0):
+        yield {name: getattr(case, name)[:i] + getattr(case, name)[i + 1 :] for name in _LENGTHS}
 
 
 def _shorter(case: Case) -> Iterator[dict[str, object]]:

@@ -167,10 +167,6 @@ def copied_lse(honest, **arguments):
     return out, None if lse is None else lse.clone()
 
 
-def halve_decode(returned, *args, **options):
-    halve(returned[1])
-
-
 def written_queries(returned, wrapper, q_p, *operands, **options):
     q_p.untyped_storage()[:1] = 7
 
@@ -242,7 +238,12 @@ FAULTS = [
     ("--call pod", "run", changed("k_scale", None), "decode: (out|lse):"),
     ("--call pod", "run", changed("v_scale", None), "decode: out:"),
     ("--call pod", "run", changed("lse_base", "log2"), "lse:"),
-    ("--call pod", "run", after(halve_decode), "decode: out:"),
+    (
+        "--call pod",
+        "run",
+        after(lambda returned, *args, **options: halve(returned[1])),
+        "decode: out:",
+    ),
     ("--call pod", "run", after(written_queries), "prefill: q, an input, was written"),
     *(
         ("--call decode", "plan", changed(name, PLAN_OPTIONS[name]), "out:|lse:")
@@ -327,7 +328,7 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     def examine(problem, **place):
         return Verdict(not_compiled="head_dim 512 is not compiled")
 
-    monkeypatch.setitem(calls.CALLS, calls.WRAPPERS, calls.Call(problems.draw, examine))
+    monkeypatch.setitem(calls.CALLS, calls.WRAPPERS, (problems.draw, examine))
     assert command.main(["--backend", "cpu", "--fuzz", "3"]) == 2
     assert "head_dim 512 is not compiled" in capsys.readouterr().err
 
