@@ -53,11 +53,17 @@ def examine(problem: AppendProblem, backend: str, device: torch.device) -> Verdi
     case, failures = problem.case, []
     made, wanted = (build(case, device=where, seed=problem.seed) for where in (device, "cpu"))
     owners, positions = _places(problem)
-    rows = _random_rows(problem, len(owners))
+    generator = torch.Generator().manual_seed(problem.seed + 1)
+    shapes = ((len(owners), case.num_kv_heads, d) for d in (case.head_dim, case.dim_vo))
+    rows = [_random_bits(shape, case.dtype_kv, generator) for shape in shapes]
     _append_by_a_loop(wanted, rows, owners, positions)
     places = [problem.array(values, device) for values in (owners, positions)]
     if problem.own_positions:
-        found = _found_places(problem, device)
+        indptr = list(itertools.accumulate(case.qo_lens, initial=problem.padding[0]))
+        lengths = problem.array(case.kv_lens, device)
+        found = preflash.get_batch_indices_positions(
+            problem.array(indptr, device), lengths, len(owners)
+        )
         if any(a.tolist() != b.tolist() for a, b in zip(found, places, strict=True)):
             failures.append("get_batch_indices_positions() differs from a loop")
         places = found
@@ -88,24 +94,10 @@ def _places(problem: AppendProblem) -> tuple[list[int], list[int]]:
     return owners + [-1] * behind, positions + [0] * behind
 
 
-def _found_places(problem: AppendProblem, device: torch.device) -> tuple[torch.Tensor, ...]:
-    case, (before, behind) = problem.case, problem.padding
-    indptr = list(itertools.accumulate(case.qo_lens, initial=before))
-    lengths = problem.array(list(case.kv_lens), device)
-    return preflash.get_batch_indices_positions(
-        problem.array(indptr, device), lengths, indptr[-1] + behind
-    )
-
-
-def _random_rows(problem: AppendProblem, tokens: int) -> list[torch.Tensor]:
-    """Rows of K and V with every pattern of bits, NaN with a payload included."""
-    case, dtype = problem.case, problem.case.dtype_kv
-    generator = torch.Generator().manual_seed(problem.seed + 1)
-    shapes = ((tokens, case.num_kv_heads, d * dtype.itemsize) for d in (case.head_dim, case.dim_vo))
-    return [
-        torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
-        for shape in shapes
-    ]
+def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator) -> torch.Tensor:
+    """Every pattern of bits, NaN with a payload included."""
+    wide = (*shape[:-1], shape[-1] * dtype.itemsize)
+    return torch.randint(0, 256, wide, generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def _append_by_a_loop(inputs: Inputs, rows, owners: list[int], positions: list[int]) -> None:

@@ -35,9 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python tests/fuzz", description="Random problems against the float64 oracle."
-    )
+    about = "Random problems against the float64 oracle."
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=about)
     parser.add_argument("--backend", help="on this backend alone: cpu, fa2, fa3")
     help_fuzz = "N random problems, the same for the same seed and backend"
     parser.add_argument("--fuzz", type=int, metavar="N", help=help_fuzz)

@@ -67,8 +67,7 @@ class CudnnProblem:
 
     @property
     def capturable(self) -> bool:
-        """True if a graph may capture the call: ragged requests lie one after the other in k and
-        v."""
+        """True if a graph may capture the call: ragged k and v have no gaps then."""
         return self.call.capturable and (self.case.paged or not self.call.apart)
 
     @property

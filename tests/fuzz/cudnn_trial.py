@@ -18,7 +18,7 @@ from preflash.testing.oracle import reference
 
 from . import guarded
 from .cudnn_problems import CudnnCall, CudnnProblem, Ends, Lse
-from .guarded import Guarded, Result, Untouched, bits
+from .guarded import Guarded, Result, bits, watched
 from .problems import Brought
 from .wrapper_trial import Verdict, judged
 
@@ -54,7 +54,7 @@ def examine(problem: CudnnProblem, backend: str, device: torch.device) -> Verdic
     """Makes one call, or two."""
     trial = _Trial(problem, backend, device)
     written = ("out", "lse", "workspace_buffer")
-    untouched = Untouched({name: t for name, t in trial.arguments.items() if name not in written})
+    changed = watched({name: t for name, t in trial.arguments.items() if name not in written})
     first = trial.run()
     expected = reference(trial.made, pipeline=problem.pipeline)
     options = {"lse_base": problem.call.lse_base}
@@ -62,7 +62,7 @@ def examine(problem: CudnnProblem, backend: str, device: torch.device) -> Verdic
     failures = first.failures + report.failures
     if problem.call.repeat and not trial.run().same_bits(first):
         failures.append("a second call has other bits")
-    failures += trial.workspace.failures("workspace") + untouched.changed()
+    failures += trial.workspace.failures("workspace") + changed()
     return Verdict(failures, worst=report.worst)
 
 

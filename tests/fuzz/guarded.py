@@ -77,30 +77,22 @@ def workspace(num_bytes: int, device: torch.device | str) -> Guarded:
     return Guarded(whole, lambda t: t[_BESIDE : _BESIDE + num_bytes])
 
 
-class Untouched:
-    """The whole memory of some tensors, which must stay as it is."""
-
-    def __init__(self, tensors: dict[str, object]) -> None:
-        given = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        self._memory = {name: memory_of(t) for name, t in given.items()}
-        self._before = {name: t.clone() for name, t in self._memory.items()}
-
-    def changed(self) -> list[str]:
-        """Returns a failure for each tensor that something was written into."""
-        return [
-            f"{name}, an input, was written"
-            for name, t in self._memory.items()
-            if not torch.equal(t, self._before[name])
-        ]
+def watched(tensors: dict[str, object]) -> Callable[[], list[str]]:
+    """Returns a function that returns a failure for each tensor whose memory has changed since."""
+    given = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    memory = {name: memory_of(t) for name, t in given.items()}
+    before = {name: t.clone() for name, t in memory.items()}
+    return lambda: [
+        f"{name}, an input, was written"
+        for name, t in memory.items()
+        if not torch.equal(t, before[name])
+    ]
 
 
-def untouched_inputs(inputs: Inputs) -> Untouched:
+def watched_inputs(inputs: Inputs) -> Callable[[], list[str]]:
     scales = {f"scale_{name}": scale for name, scale in vars(inputs.scales).items()}
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
-    return Untouched(tensors | scales | {"packed mask": inputs.packed_custom_mask})
-
-
-# --- outputs -----------------------------------------------------------------------
+    return watched(tensors | scales | {"packed mask": inputs.packed_custom_mask})
 
 
 @dataclass

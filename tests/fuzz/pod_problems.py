@@ -65,9 +65,6 @@ class PodProblem:
     seed: int
 
 
-# --- drawing -------------------------------------------------------------------
-
-
 def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"pod {seed} {index}")
@@ -115,9 +112,8 @@ def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
     if decode.page_size != 1:
         prefill = unflattened(prefill)
     prefill = dataclasses.replace(prefill, **{name: getattr(decode, name) for name in shared})
-    if rng.random() < 0.06:
-        prefill = dataclasses.replace(prefill, qo_lens=(), kv_lens=(), mask=MaskKind.NONE)
-    return prefill
+    none = {"qo_lens": (), "kv_lens": (), "mask": MaskKind.NONE} if rng.random() < 0.06 else {}
+    return dataclasses.replace(prefill, **none)
 
 
 def _possible(case: Case) -> Case:

@@ -15,7 +15,7 @@ from preflash.testing.oracle import reference
 
 from . import guarded
 from .altered_inputs import surrounded
-from .guarded import GivenOutputs, Result, untouched_inputs
+from .guarded import GivenOutputs, Result, watched_inputs
 from .pod_problems import Kind, PodProblem
 from .wrapper_trial import Verdict, add_garbage, inverted_mask, judged, scale_arguments
 
@@ -26,19 +26,21 @@ def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
     prefill.variant, decode.variant = ids[0], ids[-1]
 
 
-def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
-    """wrapper.plan(*arrays) of a decode side with the options of its case, and with others."""
-    options = {
+def _logits_options(case: Case) -> dict[str, object]:
+    return {
         "pos_encoding_mode": case.position.value,
         "window_left": case.window_left,
-        "q_data_type": case.dtype,
-        "kv_data_type": case.dtype_kv,
         "sm_scale": case.sm_scale,
         "rope_scale": case.rope_scale,
         "rope_theta": case.rope_theta,
     }
+
+
+def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
+    """wrapper.plan(*arrays) of a decode side with the options of its case, and with others."""
+    dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype_kv}
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    wrapper.plan(*arrays, *heads, **{**options, **overrides})
+    wrapper.plan(*arrays, *heads, **_logits_options(case) | dtypes | overrides)
 
 
 @judged
@@ -46,7 +48,7 @@ def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
     """Plans and runs the wrapper."""
     call = problem.call
     sides = [_Side(problem, index, device) for index in (0, 1)]
-    untouched = [untouched_inputs(side.inputs) for side in sides]
+    changes = [watched_inputs(side.inputs) for side in sides]
     workspace = guarded.workspace(call.workspace, device)
     make = getattr(preflash, problem.kind.value)
     with mock.patch.object(pod_plan, "_forced_apart", call.two_launches):
@@ -61,8 +63,8 @@ def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
         results = _results(wrapper, problem, sides)
         again = _results(wrapper, problem, sides) if call.repeat else results
     verdict = Verdict(workspace.failures("workspace"))
-    for side, result, other, memory in zip(sides, results, again, untouched, strict=True):
-        failures = result.failures + memory.changed()
+    for side, result, other, changed in zip(sides, results, again, changes, strict=True):
+        failures = result.failures + changed()
         if result.out.shape[0]:
             report = side.compare(result)
             failures += report.failures
@@ -161,12 +163,5 @@ def _operands(problem: PodProblem, sides: list[_Side], part: int = 1) -> tuple:
 
 def _options_of(case: Case, side: str) -> dict[str, object]:
     """Options of one side that run() has with one request."""
-    options = {
-        "kv_layout": case.layout,
-        "pos_encoding_mode": case.position.value,
-        "sm_scale": case.sm_scale,
-        "window_left": case.window_left,
-        "rope_scale": case.rope_scale,
-        "rope_theta": case.rope_theta,
-    }
+    options = {"kv_layout": case.layout, **_logits_options(case)}
     return {f"{name}_{side}": value for name, value in options.items()}

@@ -112,7 +112,7 @@ class Call(RunOptions):
     graph: bool = drawn(*[False] * 4, True)  # use_cuda_graph=True, with buffers
     hints: bool = drawn(False, False, True)  # plan() has lengths and pages in its other forms, too
     # plan() has upper bounds of the keys, run() their numbers.
-    bounds: bool = drawn(*[False] * 4, True)
+    bounds: bool = drawn(*[False] * 5, True)
     other_mask: bool = drawn(False, True)  # beside a packed mask a dense one, which does not count
     long_mask: bool = drawn(False, False, True)  # masks are longer than needed
 
@@ -274,9 +274,6 @@ def _value(name: str, word: str) -> object:
         return _DTYPES[word] if hint is torch.dtype else hint(word)
     except (KeyError, ValueError):
         raise ValueError(f"{name}={word}: not a value of {name}") from None
-
-
-# --- drawing -------------------------------------------------------------------
 
 
 def draw(seed: int, index: int, limits: Limits) -> Problem:

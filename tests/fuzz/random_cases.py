@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 
-_MASKS = (
-    [MaskKind.NONE] * 2
-    + [MaskKind.CAUSAL] * 3
-    + [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED]
-)
+_MASKS = [MaskKind.NONE] * 2 + [MaskKind.CAUSAL] * 3 + list(MaskKind)[2:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +154,6 @@ def _random_fp8(rng: random.Random) -> dict[str, object]:
     return {"dtype": torch.float8_e4m3fn, "o_dtype": output, "head_scales": head_scales}
 
 
-def _random_rope(rng: random.Random) -> dict[str, object]:
-    return {
-        "position": Position.ROPE,
-        "rope_scale": rng.choice([None, None, 0.25, 1.0, 8.0]),
-        "rope_theta": rng.choice([None, None, 1.0, 50.0, 5e5]),
-    }
-
-
 def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     """A case from anywhere in the space of options that every wrapper takes.
 
@@ -198,10 +186,13 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         # Not choice(), which takes a number of draws that depends on how many there are.
         dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
     )
-    for served, share, options in (
-        (limits.fp8, 0.25, _random_fp8(rng)),
-        (limits.rope, 0.2, _random_rope(rng)),
-    ):
+    fp8 = _random_fp8(rng)
+    rope = {
+        "position": Position.ROPE,
+        "rope_scale": rng.choice([None, None, 0.25, 1.0, 8.0]),
+        "rope_theta": rng.choice([None, None, 1.0, 50.0, 5e5]),
+    }
+    for served, share, options in ((limits.fp8, 0.25, fp8), (limits.rope, 0.2, rope)):
         if rng.random() < share and served:
             changed = dataclasses.replace(case, **options)
             case = changed if not contradiction(changed) else case

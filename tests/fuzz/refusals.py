@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from preflash.testing.inputs import Inputs
 
-from .guarded import Untouched
+from .guarded import watched
 
 _REFUSED = (TypeError, ValueError, NotImplementedError)
 
@@ -70,11 +70,11 @@ def of_plan(inputs: Inputs) -> list[tuple[str, object]]:
 def missing(name: str, value: object, call: Callable[..., object]) -> list[str]:
     """Returns what is wrong with the way `call` refuses a value of an argument."""
     wrong = f"{name}={getattr(value, 'shape', value)!r}"
-    output = Untouched({name: value})
+    changed = watched({name: value})
     try:
         call(**{name: value})
     except _REFUSED as error:
-        if output.changed():
+        if changed():
             return [f"{wrong} was refused, and written"]
         return [] if name in str(error) else [f"{wrong}: the refusal does not name it: {error}"]
     return [f"{wrong} was accepted"]

@@ -65,33 +65,32 @@ def halve(returned, *args, **options):
 # --- faults of runner.run(wrapper, inputs, **options) and of runner.plan() ------------
 
 
-def own_rows(inputs) -> tuple[int, int]:
-    """Returns the first token of the requests and their number; others are padding."""
+def own(t: torch.Tensor, inputs, tokens: int = 0) -> torch.Tensor:
+    """Returns the rows of requests; others are padding. tokens: the dimension of rows."""
     begin, end = inputs.qo_indptr[[0, -1]].tolist()
-    return begin, end - begin
+    return t.narrow(tokens, begin, end - begin)
 
 
 def wrong_number(returned, wrapper, inputs, **options):
-    last = out_of(returned).narrow(0, *own_rows(inputs))[-1:, -1:, -1:]
+    last = own(out_of(returned), inputs)[-1:, -1:, -1:]
     last.copy_(last.float() + 0.25)  # 8-bit numbers cannot be added
 
 
 def leaked_nan(returned, wrapper, inputs, **options):
     """Leaks NaN as if a page's unused slots were multiplied by a weight of zero."""
     if inputs.case.page_size > 1 and any(n % inputs.case.page_size for n in inputs.case.kv_lens):
-        last = out_of(returned).narrow(0, *own_rows(inputs))[-1:]
+        last = own(out_of(returned), inputs)[-1:]
         last.copy_(last.float() + 0.0 * inputs.k.float().min())
 
 
 def has_garbage(inputs) -> bool:
-    return bool(inputs.q.narrow(0, *own_rows(inputs)).isnan().any())
+    return bool(own(inputs.q, inputs).isnan().any())
 
 
 def flip_last_bit(returned, inputs, options):
     """Flips the last bit of one LSE, whose bound is far wider than that."""
     if isinstance(returned, tuple):
-        tokens = 1 if options.get("lse_layout") == "HN" else 0
-        lse = returned[1].narrow(tokens, *own_rows(inputs))
+        lse = own(returned[1], inputs, tokens=int(options.get("lse_layout") == "HN"))
         for place in lse.isfinite().nonzero()[:1].tolist():
             lse.view(torch.int32)[tuple(place)] ^= 1
 
@@ -110,7 +109,7 @@ def bits_by_company(returned, wrapper, inputs, **options):
 
 
 def bits_by_rows(returned, wrapper, inputs, **options):
-    if own_rows(inputs)[1] == 1:
+    if own(inputs.q, inputs).shape[0] == 1:
         flip_last_bit(returned, inputs, options)
 
 
@@ -298,29 +297,18 @@ def test_a_fault_is_found(monkeypatch, find, arguments, name, fault, message):
 def test_a_fault_is_found_in_a_smaller_problem(find):
     _, smaller = find("", "run", after(wrong_number), "outside their bound")
     problem = problems.parse(smaller[-1])
-    assert problem.case.qo_lens == (1,)
-    assert problem.case.num_qo_heads == 1
-    assert problem.case.head_dim == 8
+    case = problem.case
+    assert (case.qo_lens, case.num_qo_heads, case.head_dim) == ((1,), 1, 8)
     assert len(problem.text) < 100
 
 
-@pytest.mark.parametrize(
-    ("arguments", "count"),
-    [
-        ("", 5),
-        (f"--call {FMHA}", 5),
-        (f"--call {CUDNN}", 60),
-        ("--call pod", 40),
-        (f"--call {APPEND}", 60),
-        ("--call decode", 80),
-    ],
-)
-def test_problems_that_pass(monkeypatch, capsys, arguments, count):
+@pytest.mark.parametrize("arguments", SEARCHES)
+def test_problems_that_pass(monkeypatch, capsys, arguments):
     monkeypatch.setattr(calls, "_WORK", 3e6)
-    seed = ["--fuzz", str(count), "--seed", "8:40"]
-    assert command.main(["--backend", "cpu", *arguments.split(), *seed]) == 0
+    asked = ["--backend", "cpu", *arguments.split(), "--fuzz", "60", "--seed", "8:40"]
+    assert command.main(asked) == 0
     out = capsys.readouterr().out
-    assert f"cpu on cpu: {count} passed, 0 failed" in out
+    assert "cpu on cpu: 60 passed, 0 failed" in out
     assert "all good" in out
 
 

@@ -25,7 +25,7 @@ from preflash.testing.oracle import reference
 
 from . import guarded, refusals
 from .altered_inputs import lone, part, spoil, surrounded, with_bounds
-from .guarded import GivenOutputs, Guarded, Result, untouched_inputs
+from .guarded import GivenOutputs, Guarded, Result, watched_inputs
 from .problems import Also, Call, Entry, Problem, RunOptions, Scratch
 
 _MOST_ALONE = 4  # requests of a batch that are computed again
@@ -87,7 +87,7 @@ def examine(
     call = problem.call
     with prepass_policy.forced(call.copies.value):
         inputs = _build(problem, device)
-        untouched = untouched_inputs(inputs)
+        changed = watched_inputs(inputs)
         made = (trial or Trial)(problem, inputs, backend)
         result = made.run()
         expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
@@ -95,7 +95,7 @@ def examine(
         failures = [*report.failures, *result.failures, *_CHECKS[problem.also](made, result)]
     if made.workspace is not None:
         failures += made.workspace.failures("workspace")
-    return Verdict(failures + untouched.changed(), worst=report.worst)
+    return Verdict(failures + changed(), worst=report.worst)
 
 
 def _build(problem: Problem, device: torch.device) -> Inputs:
@@ -157,9 +157,6 @@ def scale_arguments(
             if value is not None:
                 found[name] = torch.tensor([value], dtype=torch.float32, device=device)
     return found
-
-
-# --- one problem in one wrapper -------------------------------------------------
 
 
 class Trial:
@@ -265,9 +262,10 @@ class Trial:
             options["window_left"] = self.inputs.case.window_left
         if call.skip_factor:
             options["skip_softmax_threshold_scale_factor"] = call.skip_factor
+        options |= overrides
         if call.entry is Entry.SINGLE:
-            return runner.single(self.inputs, backend=self.backend, **options | overrides)
-        return runner.run(self.wrapper, self.given, **options | overrides)
+            return runner.single(self.inputs, backend=self.backend, **options)
+        return runner.run(self.wrapper, self.given, **options)
 
     def _forward(self):
         inputs = self.given
