@@ -14,6 +14,12 @@ _PACKED = MaskKind.PACKED
 _ALIBI = Position.ALIBI
 _ROPE = Position.ROPE
 _MIXED = Sinks.MIXED
+_PADDED, _HALVES, _COMBINED = KvForm.PADDED, KvForm.HALVES, KvForm.COMBINED
+_VERY_NEGATIVE = {"magnitude": Magnitude.VERY_NEGATIVE, "sm_scale": 1.0}
+# Query and key lengths.
+_MASKED = (13, 31, 7, 1), (13, 201, 13, 3)
+_STEPS = (1, 2, 1, 1), (1, 33, 257, 400)
+_LONG = (1, 2, 40), (700, 513, 600)
 
 
 def _ragged_cases() -> Iterator[Case]:
@@ -24,20 +30,20 @@ def _ragged_cases() -> Iterator[Case]:
     yield Case("mla", (37, 100), (37, 211), 4, 4, 192, 128, mask=_C)
     yield Case("mla_full", (129, 3), (130, 300), 4, 1, 192, 128)
     yield Case("mla_hnd", (40, 9), (90, 9), 2, 2, 192, 128, layout="HND", mask=_C)
-    yield Case("d96", (70, 20), (96, 200), 4, 4, 96, form=KvForm.PADDED, mask=_C)
-    yield Case("d80", (70, 20), (96, 200), 5, 1, 80, form=KvForm.PADDED)
-    yield Case("d40", (70, 20), (96, 200), 8, 1, 40, form=KvForm.PADDED, mask=_C)
-    yield Case("d8", (70, 20), (96, 200), 4, 2, 8, form=KvForm.PADDED)
-    yield Case("d72", (31,), (333,), 3, 1, 72, form=KvForm.HALVES, mask=_C)
-    yield Case("d136", (31, 64), (50, 64), 2, 2, 136, form=KvForm.PADDED, mask=_C)
-    yield Case("d192", (31, 64), (50, 64), 2, 1, 192, form=KvForm.PADDED)
-    yield Case("d248", (31, 64), (50, 64), 2, 1, 248, form=KvForm.PADDED, mask=_C)
+    yield Case("d96", (70, 20), (96, 200), 4, 4, 96, form=_PADDED, mask=_C)
+    yield Case("d80", (70, 20), (96, 200), 5, 1, 80, form=_PADDED)
+    yield Case("d40", (70, 20), (96, 200), 8, 1, 40, form=_PADDED, mask=_C)
+    yield Case("d8", (70, 20), (96, 200), 4, 2, 8, form=_PADDED)
+    yield Case("d72", (31,), (333,), 3, 1, 72, form=_HALVES, mask=_C)
+    yield Case("d136", (31, 64), (50, 64), 2, 2, 136, form=_PADDED, mask=_C)
+    yield Case("d192", (31, 64), (50, 64), 2, 1, 192, form=_PADDED)
+    yield Case("d248", (31, 64), (50, 64), 2, 1, 248, form=_PADDED, mask=_C)
     yield Case("hnd", (33, 11, 1, 120), (70, 11, 64, 120), 8, 2, 128, layout="HND", mask=_C)
     yield Case("hnd_full", (200, 3), (65, 128), 3, 1, 64, layout="HND")
     yield Case("nhd_over_hnd", (33, 90), (70, 90), 4, 2, 128, form=KvForm.TRANSPOSED)
     yield Case("hnd_over_nhd", (33, 90), (70, 90), 4, 2, 64, layout="HND", form=KvForm.TRANSPOSED)
-    yield Case("halves", (33, 90), (70, 90), 4, 2, 128, form=KvForm.HALVES, mask=_C)
-    yield Case("interleaved", (33, 90), (70, 90), 4, 2, 64, form=KvForm.COMBINED, mask=_C)
+    yield Case("halves", (33, 90), (70, 90), 4, 2, 128, form=_HALVES, mask=_C)
+    yield Case("interleaved", (33, 90), (70, 90), 4, 2, 64, form=_COMBINED, mask=_C)
     yield Case("longer_q", (150, 70, 9), (64, 3, 1), 4, 1, 128, mask=_C)
     yield Case("longer_q_full", (150, 70, 9), (64, 3, 1), 4, 1, 64)
     zero_q, zero_kv = (0, 20, 5, 0, 0, 3), (40, 0, 9, 0, 7, 130)
@@ -59,26 +65,15 @@ def _ragged_cases() -> Iterator[Case]:
         yield Case("negative_scale", (20, 31), (60, 200), 4, 2, head_dim, sm_scale=-0.2)
     yield Case("custom", (60, 31, 7), (60, 200, 13), 4, 2, 128, mask=_CUSTOM)
     yield Case("custom_u8", (5, 1, 64), (67, 9, 129), 8, 1, 64, mask=_CUSTOM8, window_left=40)
-    yield Case("packed", (13, 31, 7, 1), (13, 201, 13, 3), 4, 4, 128, mask=_PACKED)
+    yield Case("packed", *_MASKED, 4, 4, 128, mask=_PACKED)
     yield Case("custom_cap", (61, 31), (61, 200), 6, 2, 256, mask=_CUSTOM, soft_cap=20.0)
     yield Case("custom_mla", (61, 31), (61, 200), 2, 2, 192, 128, mask=_PACKED)
     yield Case("custom_longer_q", (90, 3), (17, 1), 3, 1, 64, mask=_CUSTOM)
     same = Magnitude.IDENTICAL
     yield Case("identical", (20, 130), (77, 300), 4, 2, 128, magnitude=same, mask=_C)
-    neg = Magnitude.VERY_NEGATIVE
+    yield Case("very_negative", (20, 130), (77, 300), 4, 2, 64, **_VERY_NEGATIVE, mask=_C)
     yield Case(
-        "very_negative", (20, 130), (77, 300), 4, 2, 64, magnitude=neg, sm_scale=1.0, mask=_C
-    )
-    yield Case(
-        "very_negative_custom",
-        (20, 7),
-        (77, 300),
-        2,
-        1,
-        128,
-        magnitude=neg,
-        sm_scale=1.0,
-        mask=_CUSTOM,
+        "very_negative_custom", (20, 7), (77, 300), 2, 1, 128, **_VERY_NEGATIVE, mask=_CUSTOM
     )
 
 
@@ -86,43 +81,29 @@ def _paged_cases() -> Iterator[Case]:
     mixed_q, mixed_kv = (33, 11, 1, 55, 0, 8), (261, 180, 231, 60, 77, 0)
     yield Case("seed_like", mixed_q, mixed_kv, 8, 2, 128, page_size=16, mask=_C)
     yield Case("page1", mixed_q, mixed_kv, 4, 1, 128, page_size=1, mask=_C)
-    flat = KvForm.FLAT
-    yield Case("page1_flat", mixed_q, mixed_kv, 3, 1, 64, page_size=1, form=flat, mask=_C)
+    yield Case("page1_flat", mixed_q, mixed_kv, 3, 1, 64, page_size=1, form=KvForm.FLAT, mask=_C)
     yield Case("page3", mixed_q, mixed_kv, 5, 1, 64, page_size=3, mask=_C)
     yield Case("page8_hnd", mixed_q, mixed_kv, 8, 1, 128, page_size=8, layout="HND", mask=_C)
     yield Case("page64", mixed_q, mixed_kv, 4, 4, 256, page_size=64)
     yield Case("page64_hnd", mixed_q, mixed_kv, 4, 1, 128, page_size=64, layout="HND")
-    yield Case("page5_d96", mixed_q, mixed_kv, 4, 1, 96, page_size=5, form=KvForm.PADDED, mask=_C)
-    yield Case("page16_d40", mixed_q, mixed_kv, 4, 2, 40, page_size=16, form=KvForm.PADDED)
-    vllm = KvForm.HALVES
+    yield Case("page5_d96", mixed_q, mixed_kv, 4, 1, 96, page_size=5, form=_PADDED, mask=_C)
+    yield Case("page16_d40", mixed_q, mixed_kv, 4, 2, 40, page_size=16, form=_PADDED)
     yield Case(
-        "vllm_like", (1, 1, 40, 9), (90, 17, 40, 129), 8, 2, 128, page_size=16, form=vllm, mask=_C
-    )
-    yield Case(
-        "vllm_like_hnd",
-        (1, 40, 9),
-        (17, 40, 129),
+        "vllm_like",
+        (1, 1, 40, 9),
+        (90, 17, 40, 129),
         8,
-        2,
-        64,
-        page_size=32,
-        form=vllm,
-        layout="HND",
-        mask=_C,
-    )
-    yield Case("combined", (9, 70), (129, 70), 4, 2, 64, page_size=16, form=KvForm.COMBINED)
-    yield Case(
-        "combined_hnd",
-        (9, 70),
-        (129, 70),
-        4,
         2,
         128,
         page_size=16,
-        form=KvForm.COMBINED,
-        layout="HND",
+        form=_HALVES,
         mask=_C,
     )
+    more = {"page_size": 32, "form": _HALVES, "layout": "HND", "mask": _C}
+    yield Case("vllm_like_hnd", (1, 40, 9), (17, 40, 129), 8, 2, 64, **more)
+    yield Case("combined", (9, 70), (129, 70), 4, 2, 64, page_size=16, form=_COMBINED)
+    more = {"page_size": 16, "form": _COMBINED, "layout": "HND", "mask": _C}
+    yield Case("combined_hnd", (9, 70), (129, 70), 4, 2, 128, **more)
     yield Case("transposed", (9, 70), (129, 70), 4, 2, 128, page_size=4, form=KvForm.TRANSPOSED)
     yield Case("mla_paged", (9, 70), (129, 70), 4, 4, 192, 128, page_size=16, mask=_C)
     yield Case(
@@ -130,9 +111,7 @@ def _paged_cases() -> Iterator[Case]:
     )
     yield Case("decode_mha", (1,) * 4, (1, 33, 200, 400), 4, 4, 64, page_size=1)
     yield Case("speculative", (4, 3, 2, 1), (64, 333, 18, 2), 5, 1, 256, page_size=8, mask=_C)
-    yield Case(
-        "split", (1, 2, 40), (700, 513, 600), 4, 2, 128, page_size=16, mask=_C, fixed_split_size=64
-    )
+    yield Case("split", *_LONG, 4, 2, 128, page_size=16, mask=_C, fixed_split_size=64)
     yield Case(
         "split_hnd", (1, 70), (700, 130), 8, 1, 64, page_size=3, layout="HND", fixed_split_size=100
     )
@@ -140,149 +119,50 @@ def _paged_cases() -> Iterator[Case]:
     yield Case(
         "split_window", (3, 150), (512, 450), 4, 4, 64, mask=_C, window_left=70, fixed_split_size=64
     )
-    yield Case(
-        "split_cap_custom",
-        (3, 50),
-        (512, 450),
-        4,
-        1,
-        128,
-        page_size=16,
-        mask=_CUSTOM,
-        soft_cap=10.0,
-        fixed_split_size=64,
-    )
+    more = {"page_size": 16, "mask": _CUSTOM, "soft_cap": 10.0, "fixed_split_size": 64}
+    yield Case("split_cap_custom", (3, 50), (512, 450), 4, 1, 128, **more)
     yield Case("split_mla", (3, 50), (512, 450), 2, 2, 192, 128, mask=_C, fixed_split_size=64)
-    yield Case(
-        "no_split",
-        (1, 2, 40),
-        (700, 513, 600),
-        4,
-        2,
-        128,
-        page_size=16,
-        mask=_C,
-        disable_split_kv=True,
-    )
+    yield Case("no_split", *_LONG, 4, 2, 128, page_size=16, mask=_C, disable_split_kv=True)
     yield Case("window_paged", mixed_q, mixed_kv, 4, 2, 128, page_size=16, mask=_C, window_left=50)
     yield Case("left_only_paged", mixed_q, mixed_kv, 4, 2, 64, page_size=1, window_left=9)
     yield Case("softcap_paged", mixed_q, mixed_kv, 8, 2, 256, page_size=16, mask=_C, soft_cap=50.0)
     yield Case(
         "custom_paged", (13, 31, 0, 7, 1), (13, 201, 5, 13, 3), 4, 1, 128, page_size=8, mask=_CUSTOM
     )
-    yield Case(
-        "packed_paged",
-        (13, 31, 7, 1),
-        (13, 201, 13, 3),
-        8,
-        2,
-        64,
-        page_size=16,
-        mask=_PACKED,
-        window_left=100,
-    )
-    yield Case(
-        "neg_paged",
-        (9, 70),
-        (129, 70),
-        4,
-        2,
-        128,
-        page_size=16,
-        mask=_C,
-        magnitude=Magnitude.VERY_NEGATIVE,
-        sm_scale=1.0,
-    )
+    yield Case("packed_paged", *_MASKED, 8, 2, 64, page_size=16, mask=_PACKED, window_left=100)
+    yield Case("neg_paged", (9, 70), (129, 70), 4, 2, 128, page_size=16, mask=_C, **_VERY_NEGATIVE)
 
 
 def _alibi_cases() -> Iterator[Case]:
     yield Case("alibi", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, position=_ALIBI)
     yield Case("alibi_full", (70, 5), (40, 131), 12, 4, 64, position=_ALIBI)
-    yield Case(
-        "alibi_d96", (70, 3), (96, 200), 5, 1, 96, form=KvForm.PADDED, mask=_C, position=_ALIBI
-    )
+    yield Case("alibi_d96", (70, 3), (96, 200), 5, 1, 96, form=_PADDED, mask=_C, position=_ALIBI)
     yield Case("alibi_mla", (37, 100), (37, 211), 3, 3, 192, 128, mask=_C, position=_ALIBI)
     yield Case("alibi_cap", (61, 4), (61, 200), 6, 2, 256, mask=_C, soft_cap=20.0, position=_ALIBI)
     yield Case("alibi_window", (40, 130), (300, 130), 4, 1, 128, window_left=37, position=_ALIBI)
     yield Case("alibi_custom", (61, 31), (61, 200), 10, 5, 64, mask=_CUSTOM, position=_ALIBI)
+    yield Case("alibi_custom_cap", *_MASKED, 4, 4, 128, mask=_PACKED, soft_cap=5.0, position=_ALIBI)
+    yield Case("alibi_decode", *_STEPS, 7, 1, 128, page_size=16, position=_ALIBI)
     yield Case(
-        "alibi_custom_cap",
-        (13, 31, 7, 1),
-        (13, 201, 13, 3),
-        4,
-        4,
-        128,
-        mask=_PACKED,
-        soft_cap=5.0,
-        position=_ALIBI,
-    )
-    yield Case(
-        "alibi_decode", (1, 2, 1, 1), (1, 33, 257, 400), 7, 1, 128, page_size=16, position=_ALIBI
-    )
-    yield Case(
-        "alibi_split",
-        (1, 2, 40),
-        (700, 513, 600),
-        6,
-        2,
-        64,
-        page_size=3,
-        mask=_C,
-        position=_ALIBI,
-        fixed_split_size=64,
+        "alibi_split", *_LONG, 6, 2, 64, page_size=3, mask=_C, position=_ALIBI, fixed_split_size=64
     )
 
 
 def _rope_cases() -> Iterator[Case]:
     yield Case("rope", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, position=_ROPE)
     yield Case("rope_full", (150, 5, 9), (40, 131, 0), 12, 4, 64, position=_ROPE, rope_scale=3.0)
-    yield Case(
-        "rope_d40", (70, 3), (96, 200), 5, 1, 40, form=KvForm.PADDED, mask=_C, position=_ROPE
-    )
+    yield Case("rope_d40", (70, 3), (96, 200), 5, 1, 40, form=_PADDED, mask=_C, position=_ROPE)
     yield Case(
         "rope_d8", (70, 3), (96, 200), 2, 2, 8, layout="HND", position=_ROPE, rope_theta=50.0
     )
     yield Case("rope_mla", (37, 100), (37, 211), 3, 3, 192, 128, mask=_C, position=_ROPE)
-    yield Case(
-        "rope_cap_window",
-        (61, 4),
-        (61, 200),
-        6,
-        2,
-        256,
-        window_left=37,
-        soft_cap=20.0,
-        position=_ROPE,
-        rope_theta=5e5,
-    )
-    yield Case(
-        "rope_custom_sinks",
-        (61, 31, 90),
-        (61, 200, 17),
-        10,
-        5,
-        64,
-        page_size=3,
-        mask=_PACKED,
-        position=_ROPE,
-        sinks=_MIXED,
-    )
-    yield Case(
-        "rope_decode", (1, 2, 1, 1), (1, 33, 257, 400), 7, 1, 128, page_size=16, position=_ROPE
-    )
-    yield Case(
-        "rope_split",
-        (1, 2, 40),
-        (700, 513, 600),
-        6,
-        2,
-        64,
-        page_size=3,
-        layout="HND",
-        mask=_C,
-        position=_ROPE,
-        fixed_split_size=64,
-    )
+    more = {"window_left": 37, "soft_cap": 20.0, "position": _ROPE, "rope_theta": 5e5}
+    yield Case("rope_cap_window", (61, 4), (61, 200), 6, 2, 256, **more)
+    more = {"page_size": 3, "mask": _PACKED, "position": _ROPE, "sinks": _MIXED}
+    yield Case("rope_custom_sinks", (61, 31, 90), (61, 200, 17), 10, 5, 64, **more)
+    yield Case("rope_decode", *_STEPS, 7, 1, 128, page_size=16, position=_ROPE)
+    more = {"page_size": 3, "layout": "HND", "mask": _C, "position": _ROPE, "fixed_split_size": 64}
+    yield Case("rope_split", *_LONG, 6, 2, 64, **more)
 
 
 def _sink_cases() -> Iterator[Case]:
@@ -294,43 +174,25 @@ def _sink_cases() -> Iterator[Case]:
     yield Case("sinks_below", (40, 3), (77, 9), 4, 2, 64, mask=_CUSTOM, sinks=Sinks.BELOW)
     yield Case("sinks_off", (40, 3), (9, 77), 4, 2, 128, mask=_C, sinks=Sinks.OFF)
     yield Case("sinks_window", (40, 130), (300, 9), 8, 1, 256, window_left=37, sinks=_MIXED)
-    yield Case(
-        "sinks_split", (1, 2, 40), (700, 513, 600), 6, 2, 64, sinks=usual, fixed_split_size=64
-    )
-    yield Case(
-        "sinks_split_mixed",
-        (1, 2, 90),
-        (700, 0, 200),
-        8,
-        2,
-        192,
-        128,
-        page_size=16,
-        mask=_C,
-        sinks=_MIXED,
-        fixed_split_size=128,
-    )
-    yield Case(
-        "sinks_alibi_cap",
-        (61, 3),
-        (61, 500),
-        6,
-        2,
-        128,
-        mask=_CUSTOM,
-        soft_cap=20.0,
-        position=_ALIBI,
-        sinks=_MIXED,
-        fixed_split_size=64,
-    )
+    yield Case("sinks_split", *_LONG, 6, 2, 64, sinks=usual, fixed_split_size=64)
+    more = {"page_size": 16, "mask": _C, "sinks": _MIXED, "fixed_split_size": 128}
+    yield Case("sinks_split_mixed", (1, 2, 90), (700, 0, 200), 8, 2, 192, 128, **more)
+    more = {
+        "mask": _CUSTOM,
+        "soft_cap": 20.0,
+        "position": _ALIBI,
+        "sinks": _MIXED,
+        "fixed_split_size": 64,
+    }
+    yield Case("sinks_alibi_cap", (61, 3), (61, 500), 6, 2, 128, **more)
 
 
 def _wide_cases() -> Iterator[Case]:
     """More than 256 columns: warps (fa2) and CTAs (fa3) share those of O out."""
     few, many = (33, 130, 1, 0), (70, 300, 9, 5)
     yield Case("d512", few, many, 8, 4, 512, mask=_C)
-    yield Case("d512_hnd", few, many, 4, 4, 512, layout="HND", form=KvForm.COMBINED)
-    yield Case("d264", few, many, 4, 2, 264, form=KvForm.PADDED, mask=_C)
+    yield Case("d512_hnd", few, many, 4, 4, 512, layout="HND", form=_COMBINED)
+    yield Case("d264", few, many, 4, 2, 264, form=_PADDED, mask=_C)
     yield Case("d320_paged", few, many, 8, 1, 320, page_size=16, mask=_C)
     yield Case("d384_page1", few, many, 4, 2, 384, page_size=1, mask=_C, window_left=40)
     yield Case("d448_page5", (70, 9), (129, 200), 6, 2, 448, page_size=5, layout="HND")
@@ -372,10 +234,10 @@ def tiny() -> list[Case]:
         Case("softcap", (9,), (70,), 2, 1, 128, soft_cap=5.0, window_left=11),
         Case("split", (2,), (300,), 4, 1, 128, page_size=3, mask=_C, fixed_split_size=64),
         Case("mla", (20,), (45,), 1, 1, 192, 128, mask=_C),
-        Case("d96", (20, 0, 3), (45, 7, 0), 2, 1, 96, form=KvForm.PADDED, mask=_C),
-        Case("d256", (20,), (90,), 2, 1, 256, form=KvForm.HALVES, mask=_C),
+        Case("d96", (20, 0, 3), (45, 7, 0), 2, 1, 96, form=_PADDED, mask=_C),
+        Case("d256", (20,), (90,), 2, 1, 256, form=_HALVES, mask=_C),
         Case("d512", (20,), (90,), 2, 1, 512, page_size=16, mask=_C, window_left=40),
-        Case("d264", (9, 3), (70, 33), 4, 1, 264, form=KvForm.PADDED, mask=_C, soft_cap=5.0),
+        Case("d264", (9, 3), (70, 33), 4, 1, 264, form=_PADDED, mask=_C, soft_cap=5.0),
         Case("alibi", (20, 1), (90, 40), 3, 1, 128, mask=_C, position=_ALIBI),
         Case("sinks", (20, 1), (9, 200), 4, 1, 64, mask=_C, sinks=_MIXED, fixed_split_size=64),
     ]

@@ -6,7 +6,7 @@ import enum
 import pytest
 import torch
 from fuzz import shrinking, wrapper_trial
-from fuzz.problems import Also, Brought, Call, Entry, Problem, Scratch, draw, parse
+from fuzz.problems import Also, Brought, Call, Problem, Scratch, draw, parse
 from fuzz.random_cases import Limits
 from preflash.testing import Case, KvForm, MaskKind, Position, Sinks
 
@@ -46,14 +46,14 @@ def test_problems_stay_within_their_limits():
 
 def test_every_axis_is_drawn():
     many = [draw(SEED, index, LIMITS) for index in range(4000)]
-    parts = [(p, p.case, p.call) for p in many]
-    for which, part in enumerate((Problem, Case, Call)):
-        for field in dataclasses.fields(part):
-            values = [getattr(group[which], field.name) for group in parts]
-            if isinstance(values[0], enum.Enum):
-                assert set(values) == set(type(values[0])), field.name
-            elif isinstance(values[0], (bool, str)) and field.name != "name":
-                assert len(set(values)) == 2, field.name
+    for part in (lambda p: p, lambda p: p.case, lambda p: p.call):
+        for field in dataclasses.fields(part(many[0])):
+            values = {getattr(part(problem), field.name) for problem in many}
+            first = next(iter(values))
+            if isinstance(first, enum.Enum):
+                assert values == set(type(first)), field.name
+            elif isinstance(first, (bool, str)) and field.name != "name":
+                assert len(values) == 2, field.name
     made = [p.case for p in many]
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     assert {case.dtype for case in made} == {*LIMITS.dtypes, e4m3}
@@ -97,7 +97,8 @@ def test_text_is_the_problem():
         ("causal", "field=value"),
         ("padding=1 padding=1", "once"),
         ("qo_lens=1,1 kv_lens=2,2 entry=single", "one ragged request"),
-        ("also=alone", "split policy"),
+        ("entry=forward lse_base=ln", "options of run"),
+        ("also=alone", "also=alone"),
         ("head_dim=8 kv_dtype=e5m2", "multiples of 16 bytes"),
         ("head_scales=True", "for fp8"),
         ("o_dtype=e4m3", "q's dtype"),
@@ -111,13 +112,10 @@ def test_text_of_no_problem_is_refused(text, message):
         parse(lengths + text)
 
 
-def test_a_problem_may_have_no_keys_and_no_rows():
-    for lengths in (
-        "qo_lens=0 kv_lens=0",
-        "qo_lens=3 kv_lens=0 page_size=3",
-        "qo_lens=0 kv_lens=9",
-    ):
-        assert wrapper_trial.examine(parse(lengths), backend="cpu").failures == [], lengths
+@pytest.mark.parametrize("lengths", ["0 kv_lens=0", "3 kv_lens=0 page_size=3", "0 kv_lens=9"])
+def test_a_problem_may_have_no_keys_and_no_rows(lengths):
+    verdict = wrapper_trial.examine(parse(f"qo_lens={lengths}"), backend="cpu")
+    assert verdict.failures == []
 
 
 BUSY = Problem(
@@ -147,7 +145,9 @@ def test_shrinking_ends_at_what_matters():
 def test_shrinking_keeps_what_belongs_together():
     """Requests alone need a split policy: a candidate without one is passed over."""
     case = dataclasses.replace(BUSY.case, disable_split_kv=True)
-    problem = Problem(case, Call(entry=Entry.BATCH), Also.ALONE, seed=5)
-    small = shrinking.shrink(problem, lambda other: other.also is Also.ALONE)
+    call = dataclasses.replace(BUSY.call, scratch=Scratch.WHOLE)
+    small = shrinking.shrink(
+        Problem(case, call, Also.ALONE), lambda other: other.also is Also.ALONE
+    )
     assert small.case.disable_split_kv
     assert small.case.qo_lens == (0,)

@@ -9,38 +9,34 @@ from preflash.testing.case import MaskKind
 from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, indptr, pages_of
 
 
-def surrounded(inputs: Inputs, before: int, behind: int) -> Inputs:
+def surrounded(inputs: Inputs, padding: int) -> Inputs:
     """The same batch as a part of larger arrays, for a call alone: rows of q and pages that nobody
     owns before those of the requests, and rows behind them."""
-    if before == behind == 0:
+    if padding == 0:
         return inputs
-    rows = inputs.q.shape[0]
-    shape = (before + rows + behind, *inputs.q.shape[1:])
-    q = torch.empty(shape, dtype=inputs.q.dtype, device="cpu")
-    fill_poison(q, torch.Generator().manual_seed(before), inputs.case.garbage)
+    rows, *row = inputs.q.shape
+    q = torch.empty(rows + 2 * padding, *row, dtype=inputs.q.dtype, device="cpu")
+    fill_poison(q, torch.Generator().manual_seed(padding), inputs.case.garbage)
     q = q.to(inputs.q.device)
-    q[before : before + rows] = inputs.q
-    around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + before)
+    q[padding : padding + rows] = inputs.q
+    around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + padding)
     if inputs.indices is not None:
-        nobodys = inputs.indices.new_full((before,), 2**31 - 1)
+        nobodys = inputs.indices.new_full((padding,), 2**31 - 1)
         around.indices = torch.cat([nobodys, inputs.indices])
-        around.kv_indptr = inputs.kv_indptr + before
+        around.kv_indptr = inputs.kv_indptr + padding
     return around
 
 
-def with_bounds(inputs: Inputs, pages: int = 2) -> Inputs:
-    """The same batch with so many pages more behind those of each request, all full: upper bounds
-    of its keys. The pages are of other requests."""
-    begin = int(inputs.kv_indptr[0])
-    before = inputs.indices[:begin]
-    parts, more = [before], inputs.indices.new_zeros(pages)
+def with_bounds(inputs: Inputs) -> Inputs:
+    """The same batch with two pages more behind those of each request, all full: upper bounds of
+    its keys. The pages are of other requests."""
+    pages, more = [inputs.indices[: int(inputs.kv_indptr[0])]], inputs.indices.new_zeros(2)
     for own in inputs.page_table:
-        parts += [inputs.indices.new_tensor(own), more]
-    steps = torch.arange(inputs.kv_indptr.numel(), device=inputs.kv_indptr.device) * pages
+        pages += [inputs.indices.new_tensor(own), more]
     return dataclasses.replace(
         inputs,
-        indices=torch.cat(parts),
-        kv_indptr=inputs.kv_indptr + steps.to(inputs.kv_indptr.dtype),
+        indices=torch.cat(pages),
+        kv_indptr=inputs.kv_indptr + 2 * torch.arange(len(inputs.kv_indptr)).to(inputs.kv_indptr),
         last_page_len=torch.full_like(inputs.last_page_len, inputs.case.page_size),
     )
 

@@ -9,13 +9,12 @@ import random
 
 import preflash
 import torch
-from preflash.testing import inputs
-from preflash.testing.case import Case, KvForm
-from preflash.testing.inputs import SPARE_PAGES
+from preflash.testing.case import Case
+from preflash.testing.inputs import Inputs, build, pages_of
 
-from .guarded import bits
-from .random_cases import Limits, random_case
-from .wrapper_trial import Verdict, judged
+from .guarded import bits, memory_of
+from .random_cases import Limits, random_case, with_defaults
+from .wrapper_trial import Verdict, add_garbage, judged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +27,18 @@ class AppendProblem:
     own_positions: bool  # found by get_batch_indices_positions
     seed: int
 
+    def array(self, values, device: torch.device) -> torch.Tensor:
+        return torch.as_tensor(values).to(device, self.index_dtype)
+
 
 def draw(seed: int, index: int, limits: Limits) -> AppendProblem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"append {seed} {index}")
-    case = random_case(rng, "problem", limits)
-    pairs = zip(case.qo_lens, case.kv_lens, strict=True)
-    appended = tuple(min(qo_len, kv_len) for qo_len, kv_len in pairs)
+    case = with_defaults(random_case(rng, "problem", limits), ["mask", "sinks", "head_scales"])
+    appended = tuple(map(min, case.qo_lens, case.kv_lens))
     page_size = case.page_size or rng.choice([1, 5, 16, 64])
-    case = dataclasses.replace(case, qo_lens=appended, page_size=page_size)
     return AppendProblem(
-        case,
+        dataclasses.replace(case, qo_lens=appended, page_size=page_size),
         index_dtype=rng.choice([torch.int32, torch.int64]),
         padding=(rng.choice([0, 0, 3]), rng.choice([0, 0, 5])),
         own_positions=rng.random() < 0.5,
@@ -50,107 +50,61 @@ def draw(seed: int, index: int, limits: Limits) -> AppendProblem:
 def examine(problem: AppendProblem, backend: str, device: torch.device) -> Verdict:
     """Appends and compares with a loop. `device` alone decides what runs; backend="cpu" makes a
     missing kernel a failure."""
-    appended = _Append(problem)
-    wanted = appended.by_a_loop()
-    failures = []
-    places = [_array(problem, values, device) for values in (appended.owners, appended.positions)]
+    case, failures = problem.case, []
+    made, wanted = (build(case, device=where, seed=problem.seed) for where in (device, "cpu"))
+    owners, positions = _places(problem)
+    generator = torch.Generator().manual_seed(problem.seed + 1)
+    shapes = ((len(owners), case.num_kv_heads, d) for d in (case.head_dim, case.dim_vo))
+    rows = [_random_bits(shape, case.dtype_kv, generator) for shape in shapes]
+    _append_by_a_loop(wanted, rows, owners, positions)
+    places = [problem.array(values, device) for values in (owners, positions)]
     if problem.own_positions:
-        found = _found_places(problem, device)
+        indptr = list(itertools.accumulate(case.qo_lens, initial=problem.padding[0]))
+        lengths = problem.array(case.kv_lens, device)
+        found = preflash.get_batch_indices_positions(
+            problem.array(indptr, device), lengths, len(owners)
+        )
         if any(a.tolist() != b.tolist() for a, b in zip(found, places, strict=True)):
             failures.append("get_batch_indices_positions() differs from a loop")
         places = found
-    pools = _Pools(problem, device)
+    add_garbage(made)
     preflash.append_paged_kv_cache(
-        *(values.to(device) for values in appended.rows),
+        *(values.to(device) for values in rows),
         *places,
-        (pools.k, pools.v) if pools.both is None else pools.both,
-        **{name: _array(problem, values, device) for name, values in appended.table.items()},
-        kv_layout=problem.case.layout,
+        made.cache,
+        kv_indices=problem.array(made.indices, device),
+        kv_indptr=problem.array(made.kv_indptr, device),
+        kv_last_page_len=problem.array(made.last_page_len, device),
+        kv_layout=case.layout,
     )
     for name in "kv":
-        got, want = (_bytes(getattr(one, name)) for one in (pools, wanted))
-        if changed := int((got.cpu() != want).sum()):
+        got, want = (memory_of(getattr(one, name)).cpu() for one in (made, wanted))
+        if changed := int((got != want).sum()):
             failures.append(f"the memory of {name}: {changed} bytes differ from a loop's")
     return Verdict(failures)
 
 
-class _Pools:
-    """K and V pools of garbage, the same whenever they are made."""
-
-    def __init__(self, problem: AppendProblem, device: torch.device | str) -> None:
-        case = problem.case
-        generator = torch.Generator().manual_seed(problem.seed)
-        count = sum(_pages_of(case)) + SPARE_PAGES
-        leading = (count,) if case.form is KvForm.FLAT else (count, case.page_size)
-        self.k, self.v, self.both = inputs.storage(case, leading, generator, device)
-
-
-class _Append:
-    """Tokens to append, with their requests, positions and page table."""
-
-    def __init__(self, problem: AppendProblem) -> None:
-        self._problem, case = problem, problem.case
-        generator = torch.Generator().manual_seed(problem.seed + 1)
-        counts = _pages_of(case)
-        pages = torch.randperm(sum(counts) + SPARE_PAGES, generator=generator).tolist()
-        indptr = [sum(counts[:i]) for i in range(len(counts) + 1)]
-        self._pages = [pages[begin:end] for begin, end in itertools.pairwise(indptr)]
-        before, behind = problem.padding
-        tokens = before + sum(case.qo_lens) + behind
-        self.rows = [
-            _random_bits((tokens, case.num_kv_heads, dim), case.dtype_kv, generator)
-            for dim in (case.head_dim, case.dim_vo)
-        ]
-        self.owners, self.positions = [-1] * before, [0] * before
-        for request, (new, length) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
-            self.owners += [request] * new
-            self.positions += range(length - new, length)
-        self.owners += [-1] * behind
-        self.positions += [0] * behind
-        self.table = {
-            "kv_indices": [*pages[: indptr[-1]], 2**31 - 1],
-            "kv_indptr": indptr,
-            "kv_last_page_len": [(n - 1) % case.page_size + 1 if n else -5 for n in case.kv_lens],
-        }
-
-    def by_a_loop(self) -> _Pools:
-        case, pools = self._problem.case, _Pools(self._problem, "cpu")
-        for token, (owner, position) in enumerate(zip(self.owners, self.positions, strict=True)):
-            if owner < 0:
-                continue
-            page, slot = self._pages[owner][position // case.page_size], position % case.page_size
-            for pool, rows in ((pools.k, self.rows[0]), (pools.v, self.rows[1])):
-                place = (page, slot) if case.layout == "NHD" else (page, slice(None), slot)
-                bits(pool)[(page,) if case.form is KvForm.FLAT else place] = bits(rows)[token]
-        return pools
+def _places(problem: AppendProblem) -> tuple[list[int], list[int]]:
+    """The request and the position of every token; -1 and 0 of those that no request has."""
+    case, (before, behind) = problem.case, problem.padding
+    owners, positions = [-1] * before, [0] * before
+    for request, (new, length) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
+        owners += [request] * new
+        positions += range(length - new, length)
+    return owners + [-1] * behind, positions + [0] * behind
 
 
-def _pages_of(case: Case) -> list[int]:
-    return [-(-n // case.page_size) for n in case.kv_lens]
-
-
-def _random_bits(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator) -> torch.Tensor:
     """Every pattern of bits, NaN with a payload included."""
     wide = (*shape[:-1], shape[-1] * dtype.itemsize)
     return torch.randint(0, 256, wide, generator=generator, dtype=torch.uint8).view(dtype)
 
 
-def _array(problem: AppendProblem, values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=problem.index_dtype, device=device)
-
-
-def _found_places(problem: AppendProblem, device: torch.device) -> tuple[torch.Tensor, ...]:
-    case, (before, behind) = problem.case, problem.padding
-    indptr = list(itertools.accumulate(case.qo_lens, initial=before))
-    return preflash.get_batch_indices_positions(
-        _array(problem, indptr, device),
-        _array(problem, list(case.kv_lens), device),
-        indptr[-1] + behind,
-    )
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """The whole memory that it is a part of."""
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+def _append_by_a_loop(inputs: Inputs, rows, owners: list[int], positions: list[int]) -> None:
+    size = inputs.case.page_size
+    pools = [bits(pages_of(pool, inputs.case)) for pool in (inputs.k, inputs.v)]
+    for token, (owner, position) in enumerate(zip(owners, positions, strict=True)):
+        if owner >= 0:
+            page = inputs.page_table[owner][position // size]
+            for pool, new in zip(pools, rows, strict=True):
+                pool[page, position % size] = bits(new)[token]

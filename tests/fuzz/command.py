@@ -5,51 +5,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from preflash.cli import CommandError
 from preflash.cli.console import progress
 from preflash.cli.machine import Place, choose_places
 
 from . import problems, shrinking
-from .calls import CALLS, WRAPPERS, Call
+from .calls import CALLS, WRAPPERS, limits
 from .problems import Also, Problem
 from .wrapper_trial import Verdict
 
 _MOST_FAILURES = 5
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A problem, how it is computed, and the arguments that ask for it."""
-
-    problem: Any
-    call: Call
-    arguments: str
-
-
-@dataclass
-class Tally:
-    """Counts of the results of one place's problems."""
-
-    passed: int = 0
-    failed: int = 0
-    not_compiled: int = 0
-    refusal: str = ""  # the last one for what is not compiled
-    worst: float = 0.0
-
-    def count(self, verdict: Verdict) -> None:
-        self.failed += bool(verdict.failures)
-        self.not_compiled += bool(verdict.not_compiled)
-        self.refusal = verdict.not_compiled or self.refusal
-        self.passed += not verdict.failures and not verdict.not_compiled
-        self.worst = max(self.worst, verdict.worst)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,60 +35,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python tests/fuzz", description="Random problems against the float64 oracle."
-    )
+    about = "Random problems against the float64 oracle."
+    parser = argparse.ArgumentParser(prog="python tests/fuzz", description=about)
     parser.add_argument("--backend", help="on this backend alone: cpu, fa2, fa3")
-    parser.add_argument(
-        "--fuzz",
-        type=int,
-        metavar="N",
-        help="N random problems, the same for the same seed and backend",
-    )
-    parser.add_argument(
-        "--seed", metavar="S", help="with --fuzz: S, or S:I to begin with problem I"
-    )
-    parser.add_argument(
-        "--call",
-        choices=list(CALLS),
-        default=WRAPPERS,
-        help="with --fuzz: what the problems are for; the single functions and batch wrappers",
-    )
-    parser.add_argument(
-        "--also",
-        choices=[also.value for also in Also],
-        help="with --fuzz, of the wrappers: what is looked at in every problem beside its numbers; "
-        "problems in which it has no meaning are left out",
-    )
+    help_fuzz = "N random problems, the same for the same seed and backend"
+    parser.add_argument("--fuzz", type=int, metavar="N", help=help_fuzz)
+    help_seed = "with --fuzz: S, or S:I to begin with problem I"
+    parser.add_argument("--seed", metavar="S", help=help_seed)
+    help_call = "with --fuzz: what the problems are for; by default the wrappers for prefill"
+    parser.add_argument("--call", choices=list(CALLS), default=WRAPPERS, help=help_call)
+    help_also = "with --fuzz: a check of every problem of the wrappers in which it has a meaning"
+    parser.add_argument("--also", choices=[also.value for also in Also], help=help_also)
     parser.add_argument("--problem", metavar="TEXT", help="a problem that --fuzz printed")
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.fuzz is None and args.seed is not None:
-        raise CommandError(f"--seed {args.seed}: it is for --fuzz; a problem has its own")
-    if args.fuzz is None and args.call != WRAPPERS:
-        raise CommandError(f"--call {args.call}: it is for --fuzz")
-    if args.also is not None and (args.fuzz is None or args.call != WRAPPERS):
-        raise CommandError(f"--also {args.also}: it is for --fuzz without --call")
+def _execute(args: argparse.Namespace) -> int:
     if (args.fuzz is None) == (args.problem is None):
         raise CommandError("--fuzz and --problem: give one of them")
-
-
-def _execute(args: argparse.Namespace) -> int:
-    _check(args)
+    if args.fuzz is None and (args.seed is not None or args.call != WRAPPERS):
+        raise CommandError("--seed and --call are for --fuzz")
+    if args.also is not None and (args.fuzz is None or args.call != WRAPPERS):
+        raise CommandError(f"--also {args.also}: it is for --fuzz without --call")
+    if args.fuzz is not None and args.fuzz < 1:
+        raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
     places = choose_places(args.backend)
     failed, refusals = 0, []
     for place in places:
         start = time.perf_counter()
-        tally = _examine_all(place, _asked(args, place))
+        search = _Search(place, args.call)
+        search.run(_problems(args, place), args.fuzz or 1)
         seconds = time.perf_counter() - start
-        failed += tally.failed
-        if not tally.passed and not tally.failed:
-            refusals.append(tally.refusal)
+        failed += search.failed
+        if not search.passed and not search.failed:
+            refusals.append(search.refusal)
         print(
-            f"{place.label}: {tally.passed} passed, {tally.failed} failed, "
-            f"{tally.not_compiled} not compiled, largest error / allowed {tally.worst:.2f}, "
+            f"{place.label}: {search.passed} passed, {search.failed} failed, "
+            f"{search.not_compiled} not compiled, largest error / allowed {search.worst:.2f}, "
             f"{seconds:.1f} s"
         )
     if len(refusals) == len(places):
@@ -124,98 +80,92 @@ def _execute(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _asked(args: argparse.Namespace, place: Place) -> list[Asked]:
+def _problems(args: argparse.Namespace, place: Place) -> Iterator[tuple[Any, str]]:
+    """Yields problems, each with the arguments that ask for it."""
     if args.problem is not None:
         try:
             problem = problems.parse(args.problem)
         except ValueError as error:
             raise CommandError(f"--problem: {error}") from error
-        return [_spelled_out(problem)]
-    if args.fuzz < 1:
-        raise CommandError(f"--fuzz {args.fuzz}: must be at least 1")
-    seed, first = _seed(args.seed or "0")
-    call = CALLS[args.call]
-    named = "" if args.call == WRAPPERS else f"--call {args.call} "
-    if args.also is not None:
-        named = f"--also {args.also} "
-    drawn = (
-        (_looked_at(call.draw(seed, index, place), args.also), index)
-        for index in itertools.count(first)
-    )
-    return [
-        Asked(problem, call, f"{named}--fuzz 1 --seed {seed}:{index}")
-        for problem, index in itertools.islice((d for d in drawn if d[0] is not None), args.fuzz)
-    ]
-
-
-def _looked_at(problem: Any, also: str | None) -> Any:
-    """The problem with `also` looked at; None where that has no meaning in it."""
-    if also is None:
-        return problem
-    try:
-        return dataclasses.replace(problem, also=Also(also))
-    except ValueError:
-        return None
-
-
-def _spelled_out(problem: Problem) -> Asked:
-    return Asked(problem, CALLS[WRAPPERS], f"--problem {shlex.quote(problem.text)}")
-
-
-def _seed(text: str) -> tuple[int, int]:
-    """The seed and the index of the first problem in S or S:I."""
-    seed, _, first = text.partition(":")
-    try:
-        found = int(seed), int(first or 0)
-    except ValueError:
-        raise CommandError(f"--seed {text}: must be S or S:I, two integers") from None
-    if found[1] < 0:
-        raise CommandError(f"--seed {text}: problems are counted from 0")
-    return found
-
-
-def _examine_all(place: Place, asked: Sequence[Asked]) -> Tally:
-    tally = Tally()
-    with progress(len(asked), "fuzz") as step:
-        for one in asked:
-            verdict = one.call.examine(one.problem, place)
-            tally.count(verdict)
-            if verdict.failures:
-                _report(one, verdict, place)
-            if _lost(place):
-                print(f"stopped: {place.label} answers nothing after this")
-                break
-            if tally.failed == _MOST_FAILURES:
-                print(f"stopped after {_MOST_FAILURES} failures")
-                break
-            step(place.label)
-    return tally
-
-
-def _lost(place: Place) -> bool:
-    """True if the GPU has had a fault that leaves this process without it."""
-    if place.device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(place.device)
-    except RuntimeError:
-        return True
-    return False
-
-
-def _report(asked: Asked, verdict: Verdict, place: Place) -> None:
-    """The command that computes the problem again, what is wrong, and the same of a small one."""
-    _print_failure("FAILED", asked, verdict, place)
-    # A lost GPU fails every other problem, too.
-    if _lost(place) or not isinstance(asked.problem, Problem):
+        yield problem, _spelled_out(problem)
         return
-    examine = asked.call.examine
-    smaller = shrinking.shrink(asked.problem, lambda other: bool(examine(other, place).failures))
-    if smaller != asked.problem:
-        _print_failure("smaller:", _spelled_out(smaller), examine(smaller, place), place)
+    seed = args.seed or "0"
+    if not re.fullmatch(r"-?\d+(:\d+)?", seed):
+        raise CommandError(f"--seed {seed}: must be S or S:I, two integers, I at least 0")
+    seed, first = (int(part or 0) for part in seed.partition(":")[::2])
+    draw, _ = CALLS[args.call]
+    options = "" if args.call == WRAPPERS else f"--call {args.call} "
+    if args.also is not None:
+        options = f"--also {args.also} "
+    for index in itertools.count(first):
+        problem = draw(seed, index, limits(place))
+        try:
+            if args.also is not None:
+                problem = dataclasses.replace(problem, also=Also(args.also))
+        except ValueError:  # the check has no meaning in it
+            continue
+        yield problem, f"{options}--fuzz 1 --seed {seed}:{index}"
 
 
-def _print_failure(title: str, asked: Asked, verdict: Verdict, place: Place) -> None:
-    print(f"{title} python tests/fuzz --backend {place.backend} {asked.arguments}")
-    for failure in verdict.failures:
-        print(f"    {failure}", flush=True)
+def _spelled_out(problem: Problem) -> str:
+    return f"--problem {shlex.quote(problem.text)}"
+
+
+@dataclass
+class _Search:
+    """A search for failing problems of a call at one place, with counts of its results."""
+
+    place: Place
+    call: str
+    passed: int = 0
+    failed: int = 0
+    not_compiled: int = 0
+    refusal: str = ""  # the last one for what is not compiled
+    worst: float = 0.0
+
+    def run(self, asked: Iterator[tuple[Any, str]], count: int) -> None:
+        """Computes the first `count` problems, and prints commands for those that fail."""
+        with progress(count, "fuzz") as step:
+            for problem, arguments in itertools.islice(asked, count):
+                verdict = self._examine(problem)
+                self._count(verdict)
+                if verdict.failures:
+                    self._print("FAILED", arguments, verdict)
+                if self._is_lost():
+                    print(f"stopped: {self.place.label} answers nothing after this")
+                    break
+                if verdict.failures and self.call == WRAPPERS:
+                    self._print_smaller(problem)
+                if self.failed == _MOST_FAILURES:
+                    print(f"stopped after {_MOST_FAILURES} failures")
+                    break
+                step(self.place.label)
+
+    def _examine(self, problem: Any) -> Verdict:
+        _, examine = CALLS[self.call]
+        return examine(problem, backend=self.place.backend, device=self.place.device)
+
+    def _count(self, verdict: Verdict) -> None:
+        self.failed += bool(verdict.failures)
+        self.not_compiled += bool(verdict.not_compiled)
+        self.refusal = verdict.not_compiled or self.refusal
+        self.passed += not verdict.failures and not verdict.not_compiled
+        self.worst = max(self.worst, verdict.worst)
+
+    def _is_lost(self) -> bool:
+        """True if the GPU has had a fault that leaves this process without it."""
+        try:
+            self.place.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+    def _print_smaller(self, problem: Problem) -> None:
+        smaller = shrinking.shrink(problem, lambda other: bool(self._examine(other).failures))
+        if smaller != problem:
+            self._print("smaller:", _spelled_out(smaller), self._examine(smaller))
+
+    def _print(self, title: str, arguments: str, verdict: Verdict) -> None:
+        print(f"{title} python tests/fuzz --backend {self.place.backend} {arguments}")
+        for failure in verdict.failures:
+            print(f"    {failure}", flush=True)

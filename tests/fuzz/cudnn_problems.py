@@ -1,5 +1,6 @@
 """Random problems for cudnn_batch_prefill_with_kv_cache, over all its options."""
 
+# ruff: noqa: RUF009 (drawn() makes fields, as dataclasses.field() does)
 from __future__ import annotations
 
 import dataclasses
@@ -7,11 +8,14 @@ import enum
 import random
 
 import torch
-from preflash.testing.case import Case, KvForm, MaskKind, Position, Sinks
+from preflash.testing.case import Case, MaskKind
 from preflash.testing.oracle import Pipeline
 
-from .problems import SCALES, Brought, with_scales
-from .random_cases import Limits, random_case
+from .problems import Brought, RunOptions
+from .random_cases import Limits, drawn, random_case, random_fields, unflattened, with_defaults
+
+_ABSENT = ("window_left", "soft_cap", "position", "rope_scale", "rope_theta", "sinks",
+           "head_scales", "fixed_split_size", "disable_split_kv", "batch_invariant")  # fmt: skip
 
 
 class Ends(enum.Enum):
@@ -31,30 +35,25 @@ class Lse(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class CudnnCall:
+class CudnnCall(RunOptions):
     """Arguments and forms of a case's call."""
 
-    apart: bool = False  # requests anywhere and in any order, in each tensor in another
-    units: str = "elements"
-    ends: Ends = Ends.WITH
-    own_v_and_o: bool = True  # their offsets are given; else k's and q's hold, which are tokens
-    lengths: bool = True  # given; else the offsets tell them
-    four_dims: bool = False  # lengths are [batch_size, 1, 1, 1]
-    index_dtype: torch.dtype = torch.int32
-    index_on_device: bool = False
-    stats: bool = False  # batch_offsets_stats is given
-    out: Brought = Brought.ABSENT
-    lse: Lse = Lse.ABSENT
-    return_lse: bool = True
-    lse_base: str = "log2"
-    q_scale: float | None = None
-    k_scale: float | None = None
-    v_scale: float | None = None
-    scales_in_tensors: bool = False
-    spare_length: int = 0  # by which the longest lengths are exceeded
-    capturable: bool = False
-    workspace: int = 1 << 20
-    repeat: bool = False  # two calls give the same bits
+    apart: bool = drawn(False, True)  # requests anywhere, in any order, in each tensor in another
+    units: str = drawn("elements", "tokens")
+    ends: Ends = drawn(Ends.WITH, *Ends)
+    own_v_and_o: bool = drawn(True, False)  # their offsets are given; else k's and q's hold
+    lengths: bool = drawn(True, False)  # given; else the offsets tell them
+    four_dims: bool = drawn(False, False, True)  # lengths are [batch_size, 1, 1, 1]
+    index_dtype: torch.dtype = drawn(torch.int32, torch.int64)
+    index_on_device: bool = drawn(False, True)
+    stats: bool = drawn(False, False, True)  # batch_offsets_stats is given
+    out: Brought = drawn(*Brought)
+    lse: Lse = drawn(*Lse)
+    return_lse: bool = drawn(*[True] * 4, False)
+    spare_length: int = drawn(0, 0, 1, 33)  # by which the longest lengths are exceeded
+    capturable: bool = drawn(*[False] * 4, True)
+    workspace: int = drawn(1 << 20, 1 << 12, 0)
+    repeat: bool = drawn(*[False] * 4, True)  # two calls give the same bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,68 +66,36 @@ class CudnnProblem:
     seed: int
 
     @property
+    def capturable(self) -> bool:
+        """True if a graph may capture the call: ragged k and v have no gaps then."""
+        return self.call.capturable and (self.case.paged or not self.call.apart)
+
+    @property
     def pipeline(self) -> Pipeline:
         causal = self.case.mask is MaskKind.CAUSAL
-        return with_scales(Pipeline(sm_scale=self.case.scale, causal=causal), self.call)
+        return self.call.scaled(Pipeline(sm_scale=self.case.scale, causal=causal))
 
 
 def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"cudnn {seed} {index}")
-    case = _adapted(random_case(rng, "problem", limits), rng)
-    return CudnnProblem(case, _random_call(rng, case), rng.randrange(2**31))
+    case = with_defaults(unflattened(random_case(rng, "problem", limits)), _ABSENT)
+    mask = rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL])
+    case = dataclasses.replace(case, mask=mask, layout="HND" if case.paged else "NHD")
+    call = _possible(CudnnCall(**random_fields(rng, CudnnCall)), case)
+    return CudnnProblem(case, call, rng.randrange(2**31))
 
 
-def _adapted(case: Case, rng: random.Random) -> Case:
-    """The case without what the function does not take."""
+def _possible(call: CudnnCall, case: Case) -> CudnnCall:
+    """The call with forms of its arguments that go together."""
+    if call.ends is Ends.NONE and case.batch_size > 1:
+        call = dataclasses.replace(call, ends=Ends.WITH)
+    in_tokens, apart = call.units == "tokens", call.apart and call.ends is not Ends.NONE
+    told = in_tokens and call.ends is Ends.WITH and not apart and not case.paged
     return dataclasses.replace(
-        case,
-        mask=rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL]),
-        layout="HND" if case.paged else "NHD",
-        form=KvForm.SEPARATE if case.form is KvForm.FLAT else case.form,
-        window_left=-1,
-        soft_cap=None,
-        position=Position.NONE,
-        rope_scale=None,
-        rope_theta=None,
-        sinks=Sinks.NONE,
-        head_scales=False,
-        fixed_split_size=None,
-        disable_split_kv=False,
-        batch_invariant=False,
-    )
-
-
-def _random_call(rng: random.Random, case: Case) -> CudnnCall:
-    apart = rng.random() < 0.4
-    units = rng.choice(["elements", "tokens"])
-    in_tokens = units == "tokens"
-    ends = rng.choice([Ends.WITH, Ends.WITH, Ends.WITHOUT])
-    if case.batch_size == 1 and rng.random() < 0.4:
-        ends, apart = Ends.NONE, False
-    own = apart or not in_tokens or rng.random() < 0.6
-    told = in_tokens and ends is Ends.WITH and not apart and not case.paged
-    stats = rng.random() < 0.35
-    return CudnnCall(
+        call,
         apart=apart,
-        units=units,
-        ends=ends,
-        own_v_and_o=own,
-        lengths=not told or rng.random() < 0.5,
-        four_dims=rng.random() < 0.3,
-        index_dtype=rng.choice([torch.int32, torch.int64]),
-        index_on_device=rng.random() < 0.5,
-        stats=stats,
-        out=rng.choice(list(Brought)),
-        lse=rng.choice(list(Lse) if stats else [Lse.ABSENT, Lse.PADDED]),
-        return_lse=rng.random() < 0.8,
-        lse_base=rng.choice(["log2", "ln"]),
-        q_scale=rng.choice(SCALES),
-        k_scale=rng.choice(SCALES),
-        v_scale=rng.choice([*SCALES, 0.0]),
-        scales_in_tensors=rng.random() < 0.2,
-        spare_length=rng.choice([0, 0, 1, 33]),
-        capturable=rng.random() < 0.2,
-        workspace=rng.choice([0, 1 << 12, 1 << 20]),
-        repeat=rng.random() < 0.2,
+        own_v_and_o=call.own_v_and_o or apart or not in_tokens,  # k's and q's are tokens
+        lengths=call.lengths or not told,
+        lse=Lse.PADDED if call.lse is Lse.ROWS and not call.stats else call.lse,
     )

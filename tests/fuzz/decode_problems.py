@@ -1,5 +1,5 @@
 """Problems for the decode functions: those of the wrappers with one query per request, by
-BatchDecodeWithPagedKVCacheWrapper, with the buffers of a CUDA graph too, or by
+BatchDecodeWithPagedKVCacheWrapper, with the buffers of a CUDA graph too, or, for Entry.SINGLE, by
 single_decode_with_kv_cache."""
 
 from __future__ import annotations
@@ -10,112 +10,54 @@ import random
 
 import preflash
 import torch
+import wrapper_options
 from preflash.testing import runner
-from preflash.testing.case import Case, KvForm, MaskKind, Sinks
 
-from . import wrapper_trial
-from .problems import Also, Brought, Entry, Problem, Scratch
-from .problems import draw as draw_problem
-from .random_cases import Limits
-from .wrapper_trial import SCALE_NAMES, Trial, Verdict, judged
+from . import problems, wrapper_trial
+from .problems import Also, Entry, Problem
+from .random_cases import Limits, unflattened, with_defaults
+from .wrapper_trial import Trial, scale_arguments
 
-_LOOKED_AT = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeProblem:
-    """Entry.SINGLE is single_decode_with_kv_cache."""
-
-    problem: Problem
-    graph: bool = False  # the wrapper has the buffers of a CUDA graph
-    tensor_cores: bool = False
+_CHECKS = (Also.NOTHING, Also.REPEAT, Also.SPOILT, Also.ALONE)
+_NOT_OF_DECODE = ("head_dim_vo", "mask", "padding", "hints", "bounds", "other_mask", "long_mask")
+_NOT_OF_SINGLE = ("sinks", "head_scales", "o_dtype", "out", "lse", "lse_base", "lse_layout")
 
 
-def draw(seed: int, index: int, limits: Limits) -> DecodeProblem:
+def draw(seed: int, index: int, limits: Limits) -> Problem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"decode {seed} {index}")
-    drawn = draw_problem(seed, index, limits)
-    case, also = _adapted(rng, drawn.case, drawn.call.entry), drawn.also
-    of_plan = ("graph", "hints", "bounds", "other_mask", "long_mask")
-    call = dataclasses.replace(drawn.call, padding=0, **dict.fromkeys(of_plan, False))
-    if call.entry is Entry.SINGLE:  # makes its outputs
-        absent = Brought.ABSENT
-        call = dataclasses.replace(call, out=absent, lse=absent, lse_base="log2", lse_layout="NH")
-    if case.is_invariant:
-        call = dataclasses.replace(call, scratch=Scratch.WHOLE)
-    meaningless = (also is Also.SPOILT and case.batch_size < 2) or (
-        also is Also.ALONE and not case.is_invariant
-    )
-    if also not in _LOOKED_AT or meaningless:
-        also = Also.NOTHING
-    return DecodeProblem(
-        Problem(case, call, also, drawn.seed),
-        graph=call.entry is not Entry.SINGLE and rng.random() < 0.3,
-        tensor_cores=rng.random() < 0.5,
-    )
-
-
-def _adapted(rng: random.Random, case: Case, entry: Entry) -> Case:
-    """The case with one query per request, without what the function does not take."""
-    if entry is Entry.SINGLE:
-        form = KvForm.SEPARATE if case.form is KvForm.FLAT else case.form
-        plain = {"sinks": Sinks.NONE, "head_scales": False, "o_dtype": None, "form": form}
+    drawn = problems.draw(seed, index, limits)
+    case, call = (with_defaults(part, _NOT_OF_DECODE) for part in (drawn.case, drawn.call))
+    case = dataclasses.replace(case, qo_lens=(1,) * case.batch_size)
+    if call.entry is Entry.SINGLE:
+        case, call = (with_defaults(part, _NOT_OF_SINGLE) for part in (unflattened(case), call))
     else:
-        plain = {"page_size": case.page_size or rng.choice([1, 3, 16, 64])}
-    return dataclasses.replace(
-        case,
-        qo_lens=(1,) * case.batch_size,
-        head_dim_vo=None,
-        mask=MaskKind.NONE,
-        **plain,
-    )
-
-
-@judged
-def examine(problem: DecodeProblem, backend: str, device: torch.device) -> Verdict:
-    make = functools.partial(_DecodeTrial, decode=problem)
-    return wrapper_trial.examine_with(make, problem.problem, backend, device)
+        page_size = case.page_size or rng.choice([1, 3, 16, 64])
+        case = dataclasses.replace(case, page_size=page_size)
+    served = drawn.also in _CHECKS and drawn.also in problems.checks(case, call)
+    return Problem(case, call, drawn.also if served else Also.NOTHING, drawn.seed)
 
 
 class _DecodeTrial(Trial):
-    """A problem ready to run: its wrapper planned, with a workspace that holds NaN."""
+    """A problem ready to run. Every other seed has use_tensor_cores, which changes nothing."""
 
-    def __init__(self, problem: Problem, inputs, backend: str, decode: DecodeProblem) -> None:
-        self._decode = decode
-        super().__init__(problem, inputs, backend)
-
-    def another(self, inputs) -> Trial:
-        return _DecodeTrial(self.problem, inputs, self.backend, self._decode)
-
-    def _plan_with(self, overrides: dict[str, object]) -> None:
+    def plan(self, **overrides: object) -> None:
         arguments, options = self._plan_arguments()
         self.wrapper.plan(*arguments, **{**options, **overrides})
 
-    def _plan_overrides(self) -> dict[str, object]:
-        overrides = super()._plan_overrides()
-        overrides.pop("causal", None)
-        return overrides
-
     def _wrapper(self, buffer: torch.Tensor):
-        inputs = self.inputs
-        options = {}
-        if self._decode.graph:
-            for name, array, spare in (
-                ("indptr", inputs.kv_indptr, 0),
-                ("indices", inputs.indices, 5),
-                ("last_page_len", inputs.last_page_len, 0),
-            ):
-                size, device = array.numel() + spare, inputs.q.device
-                options[f"paged_kv_{name}_buffer"] = torch.zeros(
-                    size, dtype=torch.int32, device=device
-                )
+        buffers = wrapper_options.graph_options(self.inputs) if self.call.graph else {}
         return preflash.BatchDecodeWithPagedKVCacheWrapper(
             buffer,
-            inputs.case.layout,
-            use_cuda_graph=self._decode.graph,
-            use_tensor_cores=self._decode.tensor_cores,
+            self.inputs.case.layout,
+            use_cuda_graph=self.call.graph,
+            use_tensor_cores=self.problem.seed % 2 == 1,
             backend=self.backend,
-            **options,
+            **{
+                name.replace("_buf", "_buffer"): array
+                for name, array in buffers.items()
+                if name.startswith("paged_kv")
+            },
         )
 
     def _plan_arguments(self) -> tuple[tuple, dict]:
@@ -124,41 +66,21 @@ class _DecodeTrial(Trial):
             del options[name]
         return tuple(arguments), options
 
-    def call(self, **overrides):
-        if self.problem.call.entry is not Entry.SINGLE:
-            return super().call(**overrides)
-        inputs, case, call = self.inputs, self.inputs.case, self.problem.call
+    def compute(self, **overrides):
+        if self.call.entry is not Entry.SINGLE:
+            return super().compute(**overrides)
+        inputs, case, return_lse = self.inputs, self.inputs.case, self.call.return_lse
         tokens = 0 if case.layout == "NHD" else 1
         returned = preflash.single_decode_with_kv_cache(
             inputs.q[0],
             *(t.narrow(tokens, 0, case.kv_lens[0]) for t in (inputs.k, inputs.v)),
             kv_layout=case.layout,
-            use_tensor_cores=self._decode.tensor_cores,
+            use_tensor_cores=self.problem.seed % 2 == 1,
             **self._logits_options(),
-            **self._scales(*SCALE_NAMES),
-            return_lse=call.return_lse,
+            **scale_arguments(self.call, self.device),
+            return_lse=return_lse,
         )
-        if call.return_lse:
-            return tuple(one.unsqueeze(0) for one in returned)
-        return returned.unsqueeze(0)
+        return tuple(one[None] for one in returned) if return_lse else returned[None]
 
-    def _forward(self):
-        call = self.problem.call
-        forward = self.wrapper.forward_return_lse if call.return_lse else self.wrapper.forward
-        return forward(
-            self.inputs.q,
-            self.inputs.cache,
-            **self._logits_options(),
-            **self._scales("k_scale", "v_scale"),
-        )
 
-    def _logits_options(self) -> dict[str, object]:
-        case = self.inputs.case
-        return {
-            "pos_encoding_mode": case.position.value,
-            "window_left": case.window_left,
-            "logits_soft_cap": case.soft_cap,
-            "sm_scale": case.sm_scale,
-            "rope_scale": case.rope_scale,
-            "rope_theta": case.rope_theta,
-        }
+examine = functools.partial(wrapper_trial.examine, trial=_DecodeTrial)

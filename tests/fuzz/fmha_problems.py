@@ -1,41 +1,29 @@
 """Problems for trtllm_fmha_v2_prefill: random ones over its options, in every layout, with NaN in
 all memory that no request owns, and the answer of the float64 oracle."""
 
+# ruff: noqa: RUF009 (drawn() makes fields, as dataclasses.field() does)
 from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import random
 
 import preflash
 import torch
 from preflash import _core
-from preflash.testing import runner
-from preflash.testing.comparison import (
-    FLOAT32_ROUNDOFF,
-    LSE_SLACK,
-    PRODUCT_ERRORS,
-    PRODUCT_GRID,
-    Report,
-    capped_by_hardware,
-    compare,
-    logit_roundings,
-)
+from preflash.testing import comparison, runner
+from preflash.testing.inputs import PAD_COLUMNS
 from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
+from .random_cases import Limits, drawn, random_fields
 from .wrapper_trial import Verdict, judged
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, E4M3)
-LAYOUTS = (
-    "PACKED_QKV",
-    "CONTIGUOUS_Q_KV",
-    "SEPARATE_Q_K_V",
-    "Q_PAGED_KV_NHD",
-    "Q_PAGED_KV_HND",
-)
-PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
+LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
+MODES = ("sliding_window", "chunked", "padding")
 SPARE = 3  # rows before the first request and behind the last
 
 
@@ -53,31 +41,31 @@ class FmhaCase:
 
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
-    layout: str = "SEPARATE_Q_K_V"
-    dtype: torch.dtype = torch.float16
-    out_dtype: torch.dtype | None = None
+    layout: str = drawn("SEPARATE_Q_K_V", *LAYOUTS)
+    dtype: torch.dtype = drawn(*DTYPES)
+    out_dtype: torch.dtype | None = drawn(None, *DTYPES)
     num_heads: int = 4
-    num_kv_heads: int = 2
+    num_kv_heads: int = drawn(2, 1, 3)
     head_dim: int = 64
     head_dim_vo: int | None = None  # head_dim; another one where k and v are tensors apart
-    wide_rows: bool = False  # NaN behind every row of q, k and v
-    page_size: int = 16
-    pools: Pools = Pools.ONE
-    offsets_of_pages: bool = True  # cum_seq_lens_kv is given with pages, too
-    mask_mode: str = "causal"
-    window_left: int = -1
+    wide_rows: bool = drawn(False, False, True)  # NaN behind every row of q, k and v
+    page_size: int = drawn(16, 1, 5, 64, 100)
+    pools: Pools = drawn(*Pools)
+    offsets_of_pages: bool = drawn(True, False)  # cum_seq_lens_kv is given with pages, too
+    mask_mode: str = drawn("causal", "CAUSAL", *MODES, *map(str.upper, MODES))
+    window_left: int = drawn(-1, 0, 7, 100)
     chunk: int = 0
-    soft_cap: float | None = None
-    alibi: bool = False
-    sinks: bool = False
-    stats: bool = False
-    bmm1: float = 0.125
-    bmm2: float = 1.0
-    brings_out: bool = False
-    spare_length: int = 0  # by which the longest lengths are exceeded
+    soft_cap: float | None = drawn(None, None, 0.0, 3.0, 30.0)
+    alibi: bool = drawn(False, False, True)
+    sinks: bool = drawn(False, False, True)
+    stats: bool = drawn(False, True)
+    bmm1: float = drawn(0.125, 0.0884, 1.0, 0.01)
+    bmm2: float = drawn(1.0, 0.5, -2.0)
+    brings_out: bool = drawn(False, True)
+    spare_length: int = drawn(0, 0, 33)  # by which the longest lengths are exceeded
     skip_factor: float = 0.0
-    scales_in_tensors: bool = False
-    workspace: int = 1 << 20
+    scales_in_tensors: bool = drawn(*[False] * 4, True)
+    workspace: int = drawn(1 << 20, 1 << 12, 0)
     seed: int = 0
 
     @property
@@ -111,64 +99,34 @@ class FmhaCase:
         )
 
 
-def draw(seed: int, index: int) -> FmhaCase:
-    """Problem `index` of a sequence."""
+def draw(seed: int, index: int, limits: Limits) -> FmhaCase:
+    """Problem `index` of a sequence, whatever the limits: all lengths are short."""
     return random_case(seed << 32 | index)
 
 
 def random_case(seed: int) -> FmhaCase:
     rng = random.Random(f"fmha {seed}")
-    layout = rng.choice(LAYOUTS)
-    packed = layout == "PACKED_QKV"
     qo_lens = tuple(rng.choice([0, 1, 3, 17, 64, 65, 130]) for _ in range(rng.randint(1, 4)))
-    longer = [0, 0, 1, 40, 128, 333]
-    kv_lens = qo_lens if packed else tuple(max(n + rng.choice(longer) - 20, 0) for n in qo_lens)
-    num_kv_heads = rng.choice([1, 2, 3])
-    mode = rng.choice(["causal", "sliding_window", "chunked", "padding"])
-    dtype = rng.choice(DTYPES)
-    case = FmhaCase(
-        qo_lens=qo_lens,
-        kv_lens=kv_lens,
-        layout=layout,
-        dtype=dtype,
-        out_dtype=rng.choice([None, *DTYPES]),
-        num_heads=num_kv_heads * (1 if packed else rng.choice([1, 2, 5])),
-        num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(rng, dtype),
-        wide_rows=rng.random() < 0.3,
-        page_size=rng.choice([1, 5, 16, 64, 100]),
-        pools=rng.choice(list(Pools)),
-        offsets_of_pages=rng.random() < 0.6,
-        mask_mode=rng.choice([mode, mode.upper()]),
-        window_left=rng.choice([-1, 0, 7, 100]),
-        chunk=rng.choice([1, 16, 64, 128]),
-        soft_cap=rng.choice([None, None, 0.0, 3.0, 30.0]),
-        alibi=rng.random() < 0.3,
-        sinks=rng.random() < 0.3,
-        stats=rng.random() < 0.6,
-        bmm1=rng.choice([0.125, 0.0884, 1.0, 0.01]),
-        bmm2=rng.choice([1.0, 0.5, -2.0]),
-        brings_out=rng.random() < 0.4,
-        spare_length=rng.choice([0, 0, 33]),
-        scales_in_tensors=rng.random() < 0.2,
-        workspace=rng.choice([0, 1 << 12, 1 << 20]),
-        seed=seed,
-    )
+    kv_lens = tuple(max(n + rng.choice([0, 0, 1, 40, 128, 333]) - 20, 0) for n in qo_lens)
+    case = FmhaCase(qo_lens, kv_lens, **random_fields(rng, FmhaCase), seed=seed)
+    # Rows of 8 bits start on multiples of 16 bytes.
+    step = 16 if case.dtype.itemsize == 1 else 8
+    any_dim = step * rng.randint(1, 512 // step)
+    changes = {
+        "num_heads": case.num_kv_heads * rng.choice([1, 2, 5]),
+        "head_dim": rng.choice([64, 128, 256, any_dim, any_dim]),
+        "chunk": rng.choice([1, 16, 64, 128]),
+    }
+    if case.layout == "PACKED_QKV":
+        changes |= {"kv_lens": qo_lens, "num_heads": case.num_kv_heads}
     if case.kv_apart and rng.random() < 0.2:
-        case = dataclasses.replace(case, head_dim=192, head_dim_vo=128)
+        changes |= {"head_dim": 192, "head_dim_vo": 128}
     if not case.stats and rng.random() < 0.1:
-        case = dataclasses.replace(case, bmm1=rng.choice([-0.1, 0.0]))
-    plain = not (case.stats or case.soft_cap or case.alibi) and dtype.itemsize == 2
-    if plain and case.head_dim <= 256 and rng.random() < 0.5:
-        # What it leaves out is nothing beside the rest.
-        case = dataclasses.replace(case, skip_factor=1e-6)
-    return case
-
-
-def _head_dim(rng: random.Random, dtype: torch.dtype) -> int:
-    """Rows of 8 bits start on multiples of 16 bytes."""
-    any_dim = 16 * rng.randint(1, 32) if dtype.itemsize == 1 else 8 * rng.randint(1, 64)
-    return rng.choice([64, 128, 256, any_dim, any_dim])
+        changes["bmm1"] = rng.choice([-0.1, 0.0])
+    plain = not (case.stats or case.soft_cap or case.alibi) and case.dtype.itemsize == 2
+    if plain and changes["head_dim"] <= 256 and rng.random() < 0.5:
+        changes["skip_factor"] = 1e-6  # what it leaves out is nothing beside the rest
+    return dataclasses.replace(case, **changes)
 
 
 @dataclasses.dataclass
@@ -191,58 +149,35 @@ class FmhaInputs:
         return rows[self.qo_indptr[0] : self.qo_indptr[-1]]
 
 
-def _offsets(lengths: tuple[int, ...]) -> list[int]:
-    offsets = [SPARE]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
-
-
-def _rows(tokens: int, owned: tuple[int, int], shape: tuple[int, ...], dtype, generator):
+def _rows(offsets: list[int], shape: tuple[int, ...], dtype, generator) -> torch.Tensor:
     """[tokens, *shape], NaN outside the rows of requests."""
-    rows = torch.randn(tokens, *shape, generator=generator)
-    rows[: owned[0]] = math.nan
-    rows[owned[1] :] = math.nan
+    rows = torch.randn(offsets[-1] + SPARE, *shape, generator=generator)
+    rows[: offsets[0]] = math.nan
+    rows[offsets[-1] :] = math.nan
     return rows.to(dtype)
 
 
 def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) -> FmhaInputs:
     generator = torch.Generator().manual_seed(case.seed)
-    qo = _offsets(case.qo_lens)
-    kv = qo if case.layout == "PACKED_QKV" else _offsets(case.kv_lens)
-    heads, kv_heads, dim = case.num_heads, case.num_kv_heads, case.head_dim
-    tokens, kv_tokens = qo[-1] + SPARE, kv[-1] + SPARE
-    q = _rows(tokens, (qo[0], qo[-1]), (heads, dim), case.dtype, generator)
-    k, v = (
-        _rows(kv_tokens, (kv[0], kv[-1]), (kv_heads, columns), case.dtype, generator)
-        for columns in (dim, case.dim_vo)
-    )
+    qo, kv = ([*itertools.accumulate(lens, initial=SPARE)] for lens in (case.qo_lens, case.kv_lens))
+    operands = [
+        _rows(offsets, (heads, columns), case.dtype, generator)
+        for offsets, heads, columns in (
+            (qo, case.num_heads, case.head_dim),
+            (kv, case.num_kv_heads, case.head_dim),
+            (kv, case.num_kv_heads, case.dim_vo),
+        )
+    ]
     requests = [
-        (q[qo[i] : qo[i + 1]], k[kv[i] : kv[i + 1]], v[kv[i] : kv[i + 1]])
+        tuple(t[at[i] : at[i + 1]] for t, at in zip(operands, (qo, kv, kv), strict=True))
         for i in range(len(case.qo_lens))
     ]
     table = None
+    if case.paged:
+        operands[1:], table = _pages(case, requests, generator)
 
-    def placed(rows: torch.Tensor) -> torch.Tensor:
-        return _placed(rows, case, device)
-
-    if case.layout == "PACKED_QKV":
-        qkv = placed(torch.stack([q, k, v], 1))
-    elif case.layout == "CONTIGUOUS_Q_KV":
-        qkv = (placed(q), placed(torch.stack([k, v], 1)))
-    elif case.layout == "SEPARATE_Q_K_V":
-        qkv = (placed(q), placed(k), placed(v))
-    else:
-        pools, table = _pages(case, [request[1:] for request in requests], generator)
-        if case.pools is Pools.ONE:
-            qkv = (placed(q), placed(torch.stack(pools, 1)))
-        else:
-            pools = tuple(map(placed, pools))
-            qkv = (placed(q), pools) if case.pools is Pools.PAIR else (placed(q), *pools)
-    where = lengths_on or device
-
-    def array(values):
-        return torch.tensor(values, dtype=torch.int32, device=where)
+    def array(values) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(lengths_on or device)
 
     def scale(value: float) -> float | torch.Tensor:
         if not case.scales_in_tensors:
@@ -251,21 +186,21 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
 
     out = None
     if case.brings_out:
-        out_dtype = case.out_dtype or case.dtype
-        out = torch.full((tokens, heads, case.dim_vo), math.nan).to(out_dtype).to(device)
+        out = torch.full((qo[-1] + SPARE, case.num_heads, case.dim_vo), math.nan)
+        out = out.to(case.out_dtype or case.dtype).to(device)
     arguments = {
-        "qkv": qkv,
+        "qkv": _arranged(case, *operands, device),
         "input_layout": case.layout,
         "workspace_buffer": torch.zeros(case.workspace, dtype=torch.uint8, device=device),
         "seq_lens": array(case.kv_lens),
         "max_q_len": max(case.qo_lens) + case.spare_length,
-        "max_kv_len": max(case.kv_lens) + (case.spare_length if table is None else 0),
+        "max_kv_len": max(case.kv_lens) + (0 if case.paged else case.spare_length),
         "bmm1_scale": scale(case.bmm1),
         "bmm2_scale": scale(case.bmm2),
         "batch_size": len(case.qo_lens),
         "cum_seq_lens_q": array(qo),
         "cum_seq_lens_kv": None if case.paged and not case.offsets_of_pages else array(kv),
-        "block_tables": None if table is None else table.to(where),
+        "block_tables": None if table is None else array(table),
         "out": out,
         "out_dtype": case.out_dtype,
         "sinks": [case.pipeline.sinks.to(device)] if case.sinks else None,
@@ -280,14 +215,25 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
     return FmhaInputs(case, arguments, requests, qo)
 
 
-def _placed(rows: torch.Tensor, case: FmhaCase, device: str) -> torch.Tensor:
-    """The rows on the device, by the case with NaN between them."""
-    if not case.wide_rows:
-        return rows.to(device)
-    shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
-    wide = torch.full(shape, math.nan).to(case.dtype)
-    wide[..., : rows.shape[-1]] = rows
-    return wide.to(device)[..., : rows.shape[-1]]
+def _arranged(case: FmhaCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str):
+    """The argument qkv: tensors on the device, by the case with NaN between rows."""
+
+    def place(*tensors: torch.Tensor) -> torch.Tensor:
+        rows = tensors[0] if len(tensors) == 1 else torch.stack(tensors, 1)
+        if not case.wide_rows:
+            return rows.to(device)
+        shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
+        wide = torch.full(shape, math.nan).to(case.dtype)
+        wide[..., : rows.shape[-1]] = rows
+        return wide.to(device)[..., : rows.shape[-1]]
+
+    if case.layout == "PACKED_QKV":
+        return place(q, k, v)
+    if not case.kv_apart:
+        return place(q), place(k, v)
+    if case.paged and case.pools is Pools.PAIR:
+        return place(q), (place(k), place(v))
+    return place(q), place(k), place(v)
 
 
 def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -299,13 +245,12 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
     shape = (len(numbers), size, case.num_kv_heads)
     pools = [torch.full((*shape, d), math.nan).to(case.dtype) for d in (case.head_dim, case.dim_vo)]
     table = torch.full((len(counts), max([*counts, 1]) + 1), 2**30, dtype=torch.int32)
-    for i, (k, v) in enumerate(requests):
+    for i, (_, *kv) in enumerate(requests):
         for page in range(counts[i]):
             number = numbers.pop()
             table[i, page] = number
             rows = slice(page * size, min((page + 1) * size, case.kv_lens[i]))
-            # torch indexes no 8-bit floats on every release: bytes are the same.
-            for pool, tensor in zip(pools, (k, v), strict=True):
+            for pool, tensor in zip(pools, kv, strict=True):
                 pool[number, : rows.stop - rows.start] = tensor[rows]
     if case.layout.endswith("HND"):
         pools = [pool.transpose(1, 2).contiguous() for pool in pools]
@@ -313,10 +258,9 @@ def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], tor
 
 
 @judged
-def examine(
-    case: FmhaCase, backend: str, device: torch.device, lengths_on: str | None = None
-) -> Verdict:
-    inputs = build(case, str(device), lengths_on)
+def examine(case: FmhaCase, backend: str, device: torch.device) -> Verdict:
+    """Makes one call. On a GPU lengths are there or on the host, by turns."""
+    inputs = build(case, str(device), "cpu" if case.seed % 2 == 0 else None)
     return judge(inputs, run(inputs, backend))
 
 
@@ -332,13 +276,10 @@ def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.T
     case = inputs.case
     out, stats = result if case.stats else (result, None)
     expected = inputs.expected()
-    failures = []
+    report = compare_out(inputs, out, expected)
+    failures = report.failures + ([] if stats is None else _wrong_stats(inputs, stats, expected))
     if out.dtype != (case.out_dtype or case.dtype):
         failures.append(f"out: {out.dtype}")
-    report = compare_out(inputs, out, expected)
-    failures += report.failures
-    if stats is not None:
-        failures += _wrong_stats(inputs, stats, expected)
     if case.brings_out:
         if out is not inputs.arguments["out"]:
             failures.append("out: another tensor than the one given")
@@ -349,49 +290,45 @@ def judge(inputs: FmhaInputs, result: torch.Tensor | tuple[torch.Tensor, torch.T
 
 def compare_out(
     inputs: FmhaInputs, out: torch.Tensor, expected: Expected, p_dtype: torch.dtype | None = None
-) -> Report:
+) -> comparison.Report:
     """p_dtype: of the weights, where it is not what the case says."""
     case = inputs.case
     # 8 bits that are not multiplied as they are become float16, of which the weights are made.
     widened = torch.float16 if case.dtype == E4M3 else case.dtype
-    return compare(
+    return comparison.compare(
         inputs.of_requests(out).cpu(),
         None,
         expected,
         p_dtype=p_dtype or (E4M3 if inputs.in_8_bits else widened),
         soft_cap=case.soft_cap or 0.0,
-        hardware_cap=out.is_cuda and not case.stats and capped_by_hardware(),
-        logit_rounding=logit_roundings(case.head_dim),
+        hardware_cap=out.is_cuda and not case.stats and comparison.capped_by_hardware(),
+        logit_rounding=comparison.logit_roundings(case.head_dim),
         equal_values=case.dtype == E4M3 and max(case.kv_lens) == 1,
     )
 
 
 def _wrong_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) -> list[str]:
-    case = inputs.case
+    case, failures = inputs.case, []
     shape = (inputs.qo_indptr[-1] + SPARE, case.num_heads, 2)
     if stats.dtype != torch.float32 or stats.shape != shape:
         return [f"stats: {stats.dtype} of shape {tuple(stats.shape)}"]
     largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
-    scale = 1.0 if case.soft_cap else 1.0 / case.bmm1
-    scale /= math.sqrt(case.head_dim)
-    wanted = expected.largest * scale
-    failures = []
+    scale = (1.0 if case.soft_cap else 1.0 / case.bmm1) / math.sqrt(case.head_dim)
     if not torch.equal(largest == -math.inf, expected.empty):
         failures.append("stats: the maximum is -inf elsewhere than in rows without keys")
     if not (total[expected.empty] == 0).all():
         failures.append("stats: rows without keys have a sum")
-    error = FLOAT32_ROUNDOFF * (
-        logit_roundings(case.head_dim) * expected.logit_bound
-        + 8 * (case.soft_cap or 0.0)
-        + 4 * expected.bias_bound
-    )
+    bound = comparison.logit_roundings(case.head_dim) * expected.logit_bound
+    bound = bound + 8 * (case.soft_cap or 0.0) + 4 * expected.bias_bound
+    error = comparison.FLOAT32_ROUNDOFF * bound
     if inputs.in_8_bits:
-        error = error + PRODUCT_ERRORS * PRODUCT_GRID * expected.product_bound
-    keeps = ~expected.empty
+        products = comparison.PRODUCT_ERRORS * comparison.PRODUCT_GRID
+        error = error + products * expected.product_bound
+    keeps, wanted = ~expected.empty, expected.largest * scale
     off = (largest - wanted).abs()[keeps]
     if not (off <= (error * scale)[keeps] + 2.0**-20 * (wanted.abs()[keeps] + scale)).all():
         failures.append(f"stats: the maximum is off by up to {off.max():.3g}")
     off = (total / expected.total - 1.0).abs()[keeps]
-    if not (off <= 2 * error[keeps] + LSE_SLACK).all():
+    if not (off <= 2 * error[keeps] + comparison.LSE_SLACK).all():
         failures.append(f"stats: the sum is off by up to {off.max():.3g} of itself")
     return failures

@@ -1,7 +1,9 @@
-"""Memory around a tensor that nobody may write, and memory that nobody may write at all."""
+"""Memory around a tensor that nobody may write, memory that nobody may write at all, and the
+outputs of a call in such memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +11,11 @@ import torch
 from preflash.testing.case import Garbage
 from preflash.testing.inputs import PAD_COLUMNS, Inputs, fill_poison
 
+from .problems import Brought
+
 _BESIDE = 256  # bytes on each side of a workspace
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ALL = slice(None)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -18,49 +23,34 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.view(_INTEGERS[t.element_size()])
 
 
-class Guarded:
-    """A tensor cut out of a larger one; what is left of that must stay as it is.
+def memory_of(t: torch.Tensor) -> torch.Tensor:
+    """All bytes of the storage that the tensor is a part of."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
-    given: what a call gets, which may have more around `view`.
+
+class Guarded:
+    """A tensor `given` to a call, cut out of a larger one, of which the call may write `own` alone.
+
+    own: index into `given`.
     """
 
     def __init__(
-        self,
-        whole: torch.Tensor,
-        cut: Callable[[torch.Tensor], torch.Tensor],
-        given: torch.Tensor | None = None,
+        self, whole: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor], own: object = _ALL
     ) -> None:
-        self._whole = whole
-        self._cut = cut
+        self._whole, self._cut, self._own = whole, cut, own
         self._before = whole.clone()
-        self.view = cut(whole)
-        self.given = self.view if given is None else given
+        self.given = cut(whole)
 
-    def spilled(self) -> int:
-        """Number of changed elements around the tensor."""
-        changed = bits(self._whole) != bits(self._before)
-        self._cut(changed).fill_(False)
-        return int(changed.sum())
-
-    def failures(self, name: str, got: torch.Tensor | None) -> list[str]:
-        """Returns what is wrong with an output that a call was given. got: the returned tensor."""
+    def failures(self, name: str, got: torch.Tensor | None = None) -> list[str]:
+        """Returns what is wrong with the memory after the call. got: the returned tensor."""
         found = []
         if got is not None and got is not self.given:
             found.append(f"{name} is not the tensor that was given")
-        if spilled := self.spilled():
+        changed = bits(self._whole) != bits(self._before)
+        self._cut(changed)[self._own] = False
+        if spilled := int(changed.sum()):
             found.append(f"{name}: {spilled} elements around it were written")
         return found
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Tokens of q and of what comes of it that no request has."""
-
-    before: int = 0
-    behind: int = 0
-
-    def around(self, tokens: int) -> int:
-        return self.before + tokens + self.behind
 
 
 def output(
@@ -69,27 +59,16 @@ def output(
     device: torch.device | str,
     garbage: Garbage,
     *,
-    strided: bool,
-    padding: Padding = Padding(),
-    tokens_last: bool = False,
+    strided: bool = False,
+    own: object = _ALL,
 ) -> Guarded:
     """Garbage of a shape with memory of somebody else before and behind it, and with `strided` also
-    behind every row. The call is given the padding around its tokens, too."""
-    tokens = len(shape) - 1 if tokens_last else 0
-    given = list(shape)
-    given[tokens] = padding.around(shape[tokens])
-    rows, *middle, columns = given
+    behind every row."""
+    rows, *middle, columns = shape
     behind = PAD_COLUMNS if strided else 0
     whole = torch.empty(rows + 2, *middle, columns + behind, dtype=dtype, device=device)
     fill_poison(whole, torch.Generator().manual_seed(0), garbage)
-
-    def outer(t: torch.Tensor) -> torch.Tensor:
-        return t[1 : 1 + rows, ..., :columns]
-
-    def cut(t: torch.Tensor) -> torch.Tensor:
-        return outer(t).narrow(tokens, padding.before, shape[tokens])
-
-    return Guarded(whole, cut, outer(whole))
+    return Guarded(whole, lambda t: t[1 : 1 + rows, ..., :columns], own)
 
 
 def workspace(num_bytes: int, device: torch.device | str) -> Guarded:
@@ -98,33 +77,87 @@ def workspace(num_bytes: int, device: torch.device | str) -> Guarded:
     return Guarded(whole, lambda t: t[_BESIDE : _BESIDE + num_bytes])
 
 
-class Untouched:
-    """The whole memory of some tensors, which must stay as it is."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor | None]) -> None:
-        given = {name: t for name, t in tensors.items() if t is not None}
-        self._memory = {name: _storage_of(t) for name, t in given.items()}
-        self._before = {name: t.clone() for name, t in self._memory.items()}
-
-    def changed(self) -> list[str]:
-        """Returns a failure for each tensor that something was written into."""
-        return [
-            f"{name}, an input, was written"
-            for name, t in self._memory.items()
-            if not torch.equal(t, self._before[name])
-        ]
+def watched(tensors: dict[str, object]) -> Callable[[], list[str]]:
+    """Returns a function that returns a failure for each tensor whose memory has changed since."""
+    given = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    memory = {name: memory_of(t) for name, t in given.items()}
+    before = {name: t.clone() for name, t in memory.items()}
+    return lambda: [
+        f"{name}, an input, was written"
+        for name, t in memory.items()
+        if not torch.equal(t, before[name])
+    ]
 
 
-def untouched_inputs(inputs: Inputs) -> Untouched:
-    scales = {f"scale_{name}": getattr(inputs.scales, name) for name in "qkv"}
+def watched_inputs(inputs: Inputs) -> Callable[[], list[str]]:
+    scales = {f"scale_{name}": scale for name, scale in vars(inputs.scales).items()}
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "sinks")}
-    return Untouched(tensors | scales | {"packed mask": inputs.packed_custom_mask})
+    return watched(tensors | scales | {"packed mask": inputs.packed_custom_mask})
 
 
-def around_workspace(workspace: Guarded) -> list[str]:
-    spilled = workspace.spilled()
-    return [f"{spilled} bytes around the workspace were written"] if spilled else []
+@dataclass
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor | None  # [tokens, heads] whatever the layout of the call
+    failures: list[str]
+
+    def rows(self, begin: int, end: int) -> Result:
+        return Result(self.out[begin:end], None if self.lse is None else self.lse[begin:end], [])
+
+    def same_bits(self, other: Result) -> bool:
+        pairs = [(self.out, other.out)]
+        if self.lse is not None and other.lse is not None:
+            pairs.append((self.lse, other.lse))
+        return all(torch.equal(bits(a.contiguous()), bits(b.contiguous())) for a, b in pairs)
 
 
-def _storage_of(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+class GivenOutputs:
+    """Fresh out and lse for one call, with `padding` rows before and behind those of requests; None
+    where the call makes its own."""
+
+    def __init__(
+        self, inputs: Inputs, lse_layout: str, padding: int, *, out: Brought, lse: Brought
+    ) -> None:
+        self._inputs, self._lse_layout, case = inputs, lse_layout, inputs.case
+        tokens, heads = inputs.q.shape[:2]
+        rows = tokens + 2 * padding
+        self._begin, self._end = padding, padding + tokens
+        own = slice(self._begin, self._end)
+        self._out = self._brought(out, (rows, heads, case.dim_vo), case.dtype_o, own)
+        if lse_layout == "NH":
+            self._lse = self._brought(lse, (rows, heads), torch.float32, own)
+        else:
+            self._lse = self._brought(lse, (heads, rows), torch.float32, (slice(None), own))
+        self.out, self.lse = (None if t is None else t.given for t in (self._out, self._lse))
+
+    def settle(self, returned, *, with_lse: bool) -> Result:
+        """Returns the call's results and failures. with_lse: the call returned (out, lse)."""
+        out, lse = returned if with_lse else (returned, None)
+        failures = []
+        for name, got, mine in (("out", out, self._out), ("lse", lse, self._lse)):
+            failures += [] if mine is None else mine.failures(name, got)
+        if out.dtype != self._inputs.case.dtype_o:
+            failures.append(f"out is {out.dtype}")
+        lse = self.lse if lse is None else lse
+        if lse is not None and self._lse_layout == "HN":
+            lse = lse.t()
+        for name, got, mine, blank in (
+            ("out", out, self._out, 0.0),
+            ("lse", lse, self._lse, -math.inf),
+        ):
+            if mine is None and got is not None:
+                nobodys = torch.cat([got[: self._begin], got[self._end :]]).float()
+                if bool((nobodys != blank).any()):
+                    failures.append(f"{name}: rows of no request are not {blank}")
+        own = Result(out, lse, []).rows(self._begin, self._end)
+        own.failures += failures
+        return own
+
+    def _brought(
+        self, brought: Brought, shape: tuple[int, ...], dtype: torch.dtype, own: object
+    ) -> Guarded | None:
+        if brought is Brought.ABSENT:
+            return None
+        garbage, strided = self._inputs.case.garbage, brought is Brought.STRIDED
+        device = self._inputs.q.device
+        return output(shape, dtype, device, garbage, strided=strided, own=own)

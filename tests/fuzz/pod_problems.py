@@ -5,17 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import random
 from collections.abc import Sequence
 
 import torch
-from preflash.testing.case import Case, KvForm, MaskKind, Sinks
+from preflash.testing.case import Case, MaskKind
 
-from .problem_limits import contradiction
-from .problems import SCALES, Brought
-from .random_cases import Limits, random_case
+from .problems import Brought, RunOptions
+from .random_cases import (
+    Limits,
+    contradiction,
+    drawn,
+    first_request,
+    random_case,
+    random_fields,
+    unflattened,
+    with_defaults,
+)
 
-_WORKSPACES = (0, 1 << 14, 1 << 22)
+_ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_split_size",
+           "disable_split_kv", "batch_invariant")  # fmt: skip
 
 
 class Kind(enum.Enum):
@@ -26,26 +36,22 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class PodCall:
+class PodCall(RunOptions):
     """Arguments and forms of both cases' call. Pairs are (prefill, decode)."""
 
-    return_lse: tuple[bool, bool] = (True, True)
-    out: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)
-    lse: tuple[Brought, Brought] = (Brought.ABSENT, Brought.ABSENT)
-    lse_base: str = "log2"
-    lse_layout: str = "NH"
-    q_scale: float | None = None
-    k_scale: float | None = None
-    v_scale: float | None = None
-    scales_in_tensors: bool = False
-    workspace: int = 1 << 22
-    replan: bool = False  # the wrapper had another plan before, and another prefill
-    repeat: bool = False  # two runs give the same bits
-    two_launches: bool = False  # also where a kernel takes both sides
-    shorter_before: bool = False  # one plan has another prefill before (of one request)
-    repeated: bool = False  # run() is given the options of the decode side again (of one request)
-    other_mask: bool = False  # beside a packed mask a dense one, which does not count
-    padding: int = 0  # rows of q before and after those of requests, with a qo_indptr
+    return_lse: tuple[bool, bool] = drawn((True, True), *itertools.product((True, False), repeat=2))
+    out: tuple[Brought, Brought] = drawn(*itertools.product(Brought, repeat=2))
+    lse: tuple[Brought, Brought] = drawn(*itertools.product(Brought, repeat=2))
+    lse_layout: str = drawn("NH", "HN")
+    workspace: int = drawn(1 << 22, 1 << 14, 0)
+    replan: bool = drawn(*[False] * 4, True)  # the wrapper had another plan and prefill before
+    repeat: bool = drawn(*[False] * 4, True)  # two runs give the same bits
+    two_launches: bool = drawn(False, False, True)  # also where a kernel takes both sides
+    # Of one request: the plan has another prefill before; run() gets the decode options again.
+    shorter_before: bool = drawn(*[False] * 4, True)
+    repeated: bool = drawn(False, False, True)
+    other_mask: bool = drawn(False, True)  # beside a packed mask a dense one, which does not count
+    padding: int = drawn(0, 0, 2)  # rows of q before and after those of requests, with a qo_indptr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +65,20 @@ class PodProblem:
     seed: int
 
 
-# --- drawing -------------------------------------------------------------------
-
-
 def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     """Problem `index` of `seed`."""
     rng = random.Random(f"pod {seed} {index}")
     kind = rng.choice(list(Kind))
     work = dataclasses.replace(limits, work=limits.work / 2)
-    prefill, decode = (_plain(random_case(rng, name, work)) for name in ("prefill", "decode"))
+    prefill, decode = (
+        with_defaults(random_case(rng, name, work), _ABSENT) for name in ("prefill", "decode")
+    )
     most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
     kv_lens = _at_most(decode.kv_lens, most)
+    queries = [1] if kind is Kind.SINGLE else [0, 1, 1, 1, 1, 3]
     decode = dataclasses.replace(
         decode,
-        qo_lens=tuple(_queries(rng, kind) for _ in kv_lens),
+        qo_lens=tuple(rng.choice(queries) for _ in kv_lens),
         kv_lens=kv_lens,
         num_qo_heads=prefill.num_qo_heads,
         num_kv_heads=prefill.num_kv_heads,
@@ -82,29 +88,13 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     )
     if rng.random() < 0.06:
         decode = dataclasses.replace(decode, qo_lens=(), kv_lens=())
-    prefill = _alone(prefill) if kind is Kind.SINGLE else _like(prefill, decode, rng)
-    return PodProblem(
-        kind, _possible(prefill), _possible(decode), _random_call(rng, kind), rng.randrange(2**31)
-    )
-
-
-def _plain(case: Case) -> Case:
-    """The case without what neither wrapper has."""
-    return dataclasses.replace(
-        case,
-        head_dim_vo=None,
-        soft_cap=None,
-        sinks=Sinks.NONE,
-        head_scales=False,
-        o_dtype=None,
-        fixed_split_size=None,
-        disable_split_kv=False,
-        batch_invariant=False,
-    )
-
-
-def _queries(rng: random.Random, kind: Kind) -> int:
-    return 1 if kind is Kind.SINGLE else rng.choice([0, 1, 1, 1, 1, 3])
+    call = PodCall(**random_fields(rng, PodCall))
+    if kind is Kind.SINGLE:
+        prefill = first_request(prefill)
+    else:  # run() has one return_lse
+        prefill = _like(prefill, decode, rng)
+        call = dataclasses.replace(call, return_lse=call.return_lse[:1] * 2)
+    return PodProblem(kind, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
 
 
 def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
@@ -115,70 +105,22 @@ def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _alone(case: Case) -> Case:
-    form = KvForm.SEPARATE if case.form is KvForm.FLAT else case.form
-    return dataclasses.replace(
-        case, qo_lens=case.qo_lens[:1], kv_lens=case.kv_lens[:1], page_size=0, form=form
-    )
-
-
 def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
     """With the options that plan() has once for both sides."""
-    form = prefill.form
-    if form is KvForm.FLAT and decode.page_size != 1:
-        form = KvForm.SEPARATE
-    shared = ("layout", "window_left", "sm_scale", "position", "rope_scale", "rope_theta")
-    prefill = dataclasses.replace(
-        prefill,
-        dtype=decode.dtype,
-        kv_dtype=decode.kv_dtype,
-        page_size=decode.page_size,
-        form=form,
-        **{name: getattr(decode, name) for name in shared},
-    )
-    if rng.random() < 0.06:
-        prefill = dataclasses.replace(prefill, qo_lens=(), kv_lens=(), mask=MaskKind.NONE)
-    return prefill
+    shared = ("dtype", "kv_dtype", "page_size", "layout", "window_left", "sm_scale", "position",
+              "rope_scale", "rope_theta")  # fmt: skip
+    if decode.page_size != 1:
+        prefill = unflattened(prefill)
+    prefill = dataclasses.replace(prefill, **{name: getattr(decode, name) for name in shared})
+    none = {"qo_lens": (), "kv_lens": (), "mask": MaskKind.NONE} if rng.random() < 0.06 else {}
+    return dataclasses.replace(prefill, **none)
 
 
 def _possible(case: Case) -> Case:
     """With dtypes and numbers that go together."""
-    form = case.form
-    if form is KvForm.FLAT and case.page_size != 1:
-        case = dataclasses.replace(case, form=KvForm.SEPARATE)
-    if not contradiction(case):
-        return case
-    magnitude = type(case.magnitude).NORMAL
-    case = dataclasses.replace(case, magnitude=magnitude)
+    if contradiction(case):
+        case = with_defaults(case, ["magnitude"])
     if contradiction(case):
         dtype = torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype
         case = dataclasses.replace(case, dtype=dtype, kv_dtype=None)
     return case
-
-
-def _random_call(rng: random.Random, kind: Kind) -> PodCall:
-    def pair(draw_one):
-        return (draw_one(), draw_one())
-
-    return_lse = pair(lambda: rng.random() < 0.7)
-    if kind is Kind.BATCH:
-        return_lse = (return_lse[0],) * 2
-    return PodCall(
-        return_lse=return_lse,
-        out=pair(lambda: rng.choice(list(Brought))),
-        lse=pair(lambda: rng.choice(list(Brought))),
-        lse_base=rng.choice(["log2", "ln"]),
-        lse_layout=rng.choice(["NH", "HN"]),
-        q_scale=rng.choice(SCALES),
-        k_scale=rng.choice(SCALES),
-        v_scale=rng.choice([*SCALES, 0.0]),
-        scales_in_tensors=rng.random() < 0.2,
-        workspace=rng.choice(_WORKSPACES),
-        replan=rng.random() < 0.2,
-        repeat=rng.random() < 0.2,
-        two_launches=rng.random() < 0.4,
-        shorter_before=rng.random() < 0.2,
-        repeated=rng.random() < 0.3,
-        other_mask=rng.random() < 0.5,
-        padding=rng.choice([0, 0, 2]),
-    )

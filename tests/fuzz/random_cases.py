@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from preflash.testing.case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 
-from .problem_limits import contradiction
-
-_MASKS = (
-    [MaskKind.NONE] * 2
-    + [MaskKind.CAUSAL] * 3
-    + [MaskKind.CUSTOM, MaskKind.CUSTOM_UINT8, MaskKind.PACKED]
-)
+_MASKS = [MaskKind.NONE] * 2 + [MaskKind.CAUSAL] * 3 + list(MaskKind)[2:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +22,56 @@ class Limits:
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
     fp8: bool = True  # 8-bit keys and values, and queries and outputs
     rope: bool = True
+
+
+def drawn(default: object, *others: object) -> Any:
+    """Makes a field of a dataclass that random_fields() draws from these values."""
+    return dataclasses.field(default=default, metadata={"values": (default, *others)})
+
+
+def random_fields(rng: random.Random, kind: type) -> dict[str, object]:
+    """Draws values for the drawn() fields of a dataclass."""
+    fields = [field for field in dataclasses.fields(kind) if "values" in field.metadata]
+    return {field.name: rng.choice(field.metadata["values"]) for field in fields}
+
+
+def with_defaults(part, names: Iterable[str]):
+    """Returns a case or call with the defaults of those of the named fields that it has."""
+    fields = [field for field in dataclasses.fields(part) if field.name in names]
+    return dataclasses.replace(part, **{field.name: field.default for field in fields})
+
+
+def unflattened(case: Case) -> Case:
+    """The case in a form of pages of any size, or of no pages."""
+    return with_defaults(case, ["form"]) if case.form is KvForm.FLAT else case
+
+
+def first_request(case: Case) -> Case:
+    """The first request of the case, ragged."""
+    one = {"qo_lens": case.qo_lens[:1], "kv_lens": case.kv_lens[:1], "page_size": 0}
+    return dataclasses.replace(unflattened(case), **one)
+
+
+def contradiction(case: Case) -> str:
+    """The rule of numbers that the dtypes and the position break together, if they do.
+
+    Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
+    from wrong ones.
+    """
+    fp8 = case.dtype_kv.itemsize == 1
+    exact = case.magnitude is Magnitude.VERY_NEGATIVE
+    if fp8 and (case.head_dim % 16 or case.dim_vo % 16):
+        return "rows of 8 bits start on multiples of 16 bytes"
+    if exact and (fp8 or case.position is Position.ROPE):
+        return "logits that must be exact are not rotated, nor of 8 bits"
+    if case.head_scales and not fp8:
+        return "factors of heads are for fp8"
+    if case.dtype.itemsize > 1 and case.o_dtype not in (None, case.dtype):
+        return "the output has q's dtype, but for fp8"
+    has_rope_options = case.rope_scale is not None or case.rope_theta is not None
+    if has_rope_options and case.position is not Position.ROPE:
+        return "rope_scale and rope_theta are for RoPE"
+    return ""
 
 
 def _length(rng: random.Random, longest: int) -> int:
@@ -108,14 +154,6 @@ def _random_fp8(rng: random.Random) -> dict[str, object]:
     return {"dtype": torch.float8_e4m3fn, "o_dtype": output, "head_scales": head_scales}
 
 
-def _random_rope(rng: random.Random) -> dict[str, object]:
-    return {
-        "position": Position.ROPE,
-        "rope_scale": rng.choice([None, None, 0.25, 1.0, 8.0]),
-        "rope_theta": rng.choice([None, None, 1.0, 50.0, 5e5]),
-    }
-
-
 def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     """A case from anywhere in the space of options that every wrapper takes.
 
@@ -148,10 +186,13 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
         # Not choice(), which takes a number of draws that depends on how many there are.
         dtype=limits.dtypes[int(rng.random() * len(limits.dtypes))],
     )
-    for served, share, options in (
-        (limits.fp8, 0.25, _random_fp8(rng)),
-        (limits.rope, 0.2, _random_rope(rng)),
-    ):
+    fp8 = _random_fp8(rng)
+    rope = {
+        "position": Position.ROPE,
+        "rope_scale": rng.choice([None, None, 0.25, 1.0, 8.0]),
+        "rope_theta": rng.choice([None, None, 1.0, 50.0, 5e5]),
+    }
+    for served, share, options in ((limits.fp8, 0.25, fp8), (limits.rope, 0.2, rope)):
         if rng.random() < share and served:
             changed = dataclasses.replace(case, **options)
             case = changed if not contradiction(changed) else case

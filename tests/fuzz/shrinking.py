@@ -10,6 +10,7 @@ from preflash.testing.case import Case
 from .problems import Also, Problem
 
 _TRIES = 250
+_LENGTHS = ("qo_lens", "kv_lens")
 
 
 def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
@@ -33,23 +34,18 @@ def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
 def _simpler(problem: Problem) -> Iterator[Problem]:
     for change in _changes(problem):
         try:
-            candidate = _changed(problem, change)
+            parts = {name: _changed(getattr(problem, name), change) for name in ("case", "call")}
+            candidate = _changed(problem, change | parts)
         except ValueError:  # the rest of the problem needs what was taken away
             continue
         if candidate != problem:
             yield candidate
 
 
-def _changed(problem: Problem, change: dict[str, object]) -> Problem:
-    """The problem with other values of fields of itself, its case or its call."""
-
-    def of(part) -> dict[str, object]:
-        names = {field.name for field in dataclasses.fields(part)}
-        return {name: value for name, value in change.items() if name in names}
-
-    case = dataclasses.replace(problem.case, **of(problem.case))
-    call = dataclasses.replace(problem.call, **of(problem.call))
-    return dataclasses.replace(problem, case=case, call=call, **of(problem))
+def _changed(part, change: dict[str, object]):
+    """The problem, case or call with other values of those fields that it has."""
+    names = {field.name for field in dataclasses.fields(part)}
+    return dataclasses.replace(part, **{name: change[name] for name in names & change.keys()})
 
 
 def _changes(problem: Problem) -> Iterator[dict[str, object]]:
@@ -64,7 +60,7 @@ def _changes(problem: Problem) -> Iterator[dict[str, object]]:
     for dim in (8, 64, 128):
         if dim < case.head_dim:
             yield {"head_dim": dim, "head_dim_vo": None}
-    required = ("name", "qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "head_dim", "dtype")
+    required = ("name", *_LENGTHS, "num_qo_heads", "num_kv_heads", "head_dim", "dtype")
     for part in (problem.case, problem.call):
         for option in dataclasses.fields(part):
             if option.name not in required:
@@ -74,21 +70,18 @@ def _changes(problem: Problem) -> Iterator[dict[str, object]]:
 
 def _fewer_requests(case: Case) -> Iterator[dict[str, object]]:
     count = case.batch_size
-    if count > 2:
-        for part in (slice(0, count // 2), slice(count // 2, None)):
-            yield {"qo_lens": case.qo_lens[part], "kv_lens": case.kv_lens[part]}
-    if count > 1:
-        for i in range(count):
-            qo_lens, kv_lens = (lens[:i] + lens[i + 1 :] for lens in (case.qo_lens, case.kv_lens))
-            yield {"qo_lens": qo_lens, "kv_lens": kv_lens}
+    halves = [slice(count // 2), slice(count // 2, None)] if count > 2 else []
+    for half in halves:
+        yield {name: getattr(case, name)[half] for name in _LENGTHS}
+    for i in range(count if count > 1 else 0):
+        yield {name: getattr(case, name)[:i] + getattr(case, name)[i + 1 :] for name in _LENGTHS}
 
 
 def _shorter(case: Case) -> Iterator[dict[str, object]]:
-    for name in ("qo_lens", "kv_lens"):
+    for name in _LENGTHS:
         yield {name: tuple(n // 2 for n in getattr(case, name))}
-    for name in ("qo_lens", "kv_lens"):
+    for name in _LENGTHS:
         lens = getattr(case, name)
         for i, n in enumerate(lens):
-            for less in sorted({n // 2, n - n // 4, n - 1} - {n}):
-                if less >= 0:
-                    yield {name: (*lens[:i], less, *lens[i + 1 :])}
+            for less in sorted({n // 2, n - n // 4, n - 1} - {n, -1}):
+                yield {name: (*lens[:i], less, *lens[i + 1 :])}

@@ -25,11 +25,20 @@ from preflash.testing.oracle import reference
 
 from . import guarded, refusals
 from .altered_inputs import lone, part, spoil, surrounded, with_bounds
-from .guarded import Guarded, Padding, around_workspace, untouched_inputs
-from .outputs import GivenOutputs, Result
-from .problems import Also, Call, Entry, Problem, Scratch, with_scales
+from .guarded import GivenOutputs, Guarded, Result, watched_inputs
+from .problems import Also, Call, Entry, Problem, RunOptions, Scratch
 
 _MOST_ALONE = 4  # requests of a batch that are computed again
+# Options between q k^T and the softmax, and the values that leave them out.
+NEUTRAL = {
+    "causal": False,
+    "window_left": -1,
+    "logits_soft_cap": None,
+    "pos_encoding_mode": "NONE",
+    "rope_scale": None,
+    "rope_theta": None,
+    "sm_scale": None,
+}
 
 
 @dataclass
@@ -71,30 +80,22 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @judged
-def examine(problem: Problem, backend: str, device: torch.device) -> Verdict:
-    """Computes the problem."""
-    with prepass_policy.forced(problem.call.copies.value):
-        return examine_with(Trial, problem, backend, device)
-
-
-def examine_with(
-    make: Callable[[Problem, Inputs, str], Trial],
-    problem: Problem,
-    backend: str,
-    device: torch.device,
+def examine(
+    problem: Problem, backend: str, device: torch.device, trial: type[Trial] | None = None
 ) -> Verdict:
-    """Computes the problem by a trial of any function."""
+    """Computes the problem by the wrappers for prefill, or by another trial."""
     call = problem.call
-    inputs = _build(problem, device)
-    untouched = untouched_inputs(inputs)
-    trial = make(problem, inputs, backend)
-    result = trial.run()
-    expected = reference(inputs, pipeline=with_scales(inputs.pipeline, call))
-    report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
-    failures = [*report.failures, *result.failures, *_LOOK[problem.also](trial, result)]
-    if trial.workspace is not None:
-        failures += around_workspace(trial.workspace)
-    return Verdict(failures + untouched.changed(), worst=report.worst)
+    with prepass_policy.forced(call.copies.value):
+        inputs = _build(problem, device)
+        changed = watched_inputs(inputs)
+        made = (trial or Trial)(problem, inputs, backend)
+        result = made.run()
+        expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
+        report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
+        failures = [*report.failures, *result.failures, *_CHECKS[problem.also](made, result)]
+    if made.workspace is not None:
+        failures += made.workspace.failures("workspace")
+    return Verdict(failures + changed(), worst=report.worst)
 
 
 def _build(problem: Problem, device: torch.device) -> Inputs:
@@ -112,18 +113,12 @@ def add_garbage(inputs: Inputs) -> None:
         inputs.last_page_len = inputs.last_page_len.clone()
         pages = inputs.kv_indptr.diff().to(inputs.last_page_len.device)
         inputs.last_page_len[pages == 0] = -(2**31)
-    if inputs.packed_custom_mask is not None:
-        inputs.packed_custom_mask = _with_padding_bits(inputs)
-
-
-def _with_padding_bits(inputs: Inputs) -> torch.Tensor:
-    """The packed mask with ones behind the last element of every request."""
-    packed, end = inputs.packed_custom_mask.clone(), 0
-    for mask in inputs.masks:
-        end += -(-mask.numel() // 8)
-        if used := mask.numel() % 8:
-            packed[end - 1] |= 255 & ~((1 << used) - 1)
-    return packed
+    if inputs.packed_custom_mask is not None:  # ones behind the last element of every request
+        inputs.packed_custom_mask, end = inputs.packed_custom_mask.clone(), 0
+        for mask in inputs.masks:
+            end += -(-mask.numel() // 8)
+            if used := mask.numel() % 8:
+                inputs.packed_custom_mask[end - 1] |= 255 & ~((1 << used) - 1)
 
 
 def _longer(mask: torch.Tensor, inputs: Inputs) -> torch.Tensor:
@@ -133,12 +128,17 @@ def _longer(mask: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     return torch.cat([mask, mask.new_ones(more)]).view(1, -1, 1)
 
 
+def inverted_mask(inputs: Inputs) -> torch.Tensor:
+    """The dense inverse of all masks, which a packed mask beside it makes ineffective."""
+    return ~torch.cat([mask.flatten() for mask in inputs.masks])
+
+
 def _given(call: Call, inputs: Inputs) -> Inputs:
     """The wrapper's inputs: the batch in larger arrays, with masks and bounds as the call says."""
-    given = surrounded(inputs, call.padding, call.padding)
+    given = surrounded(inputs, call.padding)
     masks = {"custom_mask": given.custom_mask, "packed_custom_mask": given.packed_custom_mask}
     if call.other_mask:
-        masks["custom_mask"] = ~torch.cat([mask.flatten() for mask in inputs.masks])
+        masks["custom_mask"] = inverted_mask(inputs)
     if call.long_mask:
         masks = {
             name: None if mask is None else _longer(mask, inputs) for name, mask in masks.items()
@@ -147,98 +147,73 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
     return with_bounds(given) if call.bounds and inputs.case.paged else given
 
 
-SCALE_NAMES = ("q_scale", "k_scale", "v_scale")
-
-
 def scale_arguments(
-    call,
-    device: torch.device,
-    names: Sequence[str] = SCALE_NAMES,
-    dtype: torch.dtype = torch.float32,
+    call: RunOptions, device: torch.device, names: Sequence[str] = ("q_scale", "k_scale", "v_scale")
 ) -> dict[str, float | torch.Tensor | None]:
     """Returns a call's scales, as tensors where the call says so."""
     found = {name: getattr(call, name) for name in names}
     if call.scales_in_tensors:
         for name, value in found.items():
             if value is not None:
-                found[name] = torch.tensor([value], dtype=dtype, device=device)
+                found[name] = torch.tensor([value], dtype=torch.float32, device=device)
     return found
-
-
-# --- one problem in one wrapper -------------------------------------------------
 
 
 class Trial:
     """A problem ready to run: its wrapper planned, with a workspace that holds NaN."""
 
     def __init__(self, problem: Problem, inputs: Inputs, backend: str) -> None:
-        self.problem = problem
-        self.inputs = inputs
-        self.backend = backend
+        self.problem, self.call, self.backend = problem, problem.call, backend
+        self.inputs, self.device = inputs, inputs.q.device
         self.given = _given(problem.call, inputs)
         self.workspace: Guarded | None = None
         self.wrapper = None
-        if problem.call.entry is not Entry.SINGLE:
-            with _threads(problem.call.threads):
+        if self.call.entry is not Entry.SINGLE:
+            with _threads(self.call.threads):
                 self._plan()
 
-    def another(self, inputs: Inputs) -> Trial:
-        """Returns a trial of the same problem with a wrapper of its own."""
-        return Trial(self.problem, inputs, self.backend)
+    def another(self, inputs: Inputs, **changes) -> Trial:
+        """Returns a trial with a wrapper of its own. changes: other values of the call's fields."""
+        call = dataclasses.replace(self.call, **changes)
+        return type(self)(dataclasses.replace(self.problem, call=call), inputs, self.backend)
 
     def _plan(self) -> None:
-        device = self.inputs.q.device
-        self.workspace = guarded.workspace(self._given_bytes(self._workspace_bytes()), device)
-        self.wrapper = self._wrapper(self.workspace.view)
-        if self.problem.also is Also.REPLAN:
-            self._plan_something_else()
-        overrides = self._plan_overrides() | self._bounds()
-        if self.problem.call.hints:
-            overrides |= wrapper_options.hints(self.inputs)
-        self._plan_with(overrides)
+        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
+        self.workspace = guarded.workspace(int(self._workspace_bytes() * part), self.device)
+        self.wrapper = self._wrapper(self.workspace.given)
+        if self.problem.also is Also.REPLAN:  # with options of which none may stay
+            self.plan(**self._something_else())
+            runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
+        hints = wrapper_options.hints(self.inputs) if self.call.hints else {}
+        self.plan(**self._plan_overrides(), **self._bounds(), **hints)
 
-    def _plan_with(self, overrides: dict[str, object]) -> None:
+    def plan(self, **overrides: object) -> None:
         runner.plan(self.wrapper, self.given, **overrides)
 
     def _plan_arguments(self) -> tuple[Sequence, dict[str, object]]:
         return runner.plan_arguments(self.given)
 
     def _wrapper(self, buffer: torch.Tensor):
-        graph = wrapper_options.graph_options(self.given) if self.problem.call.graph else {}
-        device = self.inputs.q.device
-        return runner.make_wrapper(
-            self.inputs.case, backend=self.backend, device=device, buffer=buffer, **graph
-        )
+        graph = wrapper_options.graph_options(self.given) if self.call.graph else {}
+        where = {"backend": self.backend, "device": self.device, "buffer": buffer}
+        return runner.make_wrapper(self.inputs.case, **where, **graph)
 
     def _plan_overrides(self) -> dict[str, object]:
         """Options that plan() gets otherwise than they are, because a later call is given them."""
-        if self.problem.call.entry is Entry.FORWARD:
-            return {
-                "causal": False,
-                "window_left": -1,
-                "logits_soft_cap": None,
-                "sm_scale": None,
-                "pos_encoding_mode": "NONE",
-                "rope_scale": None,
-                "rope_theta": None,
-            }
-        return {"window_left": -1} if self.problem.call.window_at_run else {}
+        if self.call.entry is Entry.FORWARD:
+            return {name: NEUTRAL[name] for name in self._logits_options()}
+        return {"window_left": -1} if self.call.window_at_run else {}
 
     def _bounds(self) -> dict[str, object]:
         """Options of plan() where it has upper bounds of the keys."""
-        if not self.problem.call.bounds:
+        if not self.call.bounds:
             return {}
-        device, kv_lens = self.inputs.q.device, self.inputs.case.kv_lens
-        lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+        lens = torch.tensor(self.inputs.case.kv_lens, dtype=torch.int32, device=self.device)
         return {"seq_lens": lens, "lengths_are_upper_bounds": True}
-
-    def _given_bytes(self, needed: int) -> int:
-        part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}
-        return int(needed * part[self.problem.call.scratch])
 
     def _workspace_bytes(self) -> int:
         """Enough for the options of plan() and for those of the later call."""
-        probe = self._wrapper(runner.workspace(self.inputs.q.device, 0))
+        probe = self._wrapper(runner.workspace(self.device, 0))
         positional, options = self._plan_arguments()
         plans = [self._bounds(), self._plan_overrides() | self._bounds()]
         if self.problem.also is Also.REPLAN:
@@ -249,11 +224,9 @@ class Trial:
         """Other options of plan()."""
         case = self.inputs.case
         pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
-        mask = None
-        if not case.has_custom_mask:
-            mask = torch.zeros(pairs, dtype=torch.bool, device=self.inputs.q.device)
+        mask = torch.zeros(pairs, dtype=torch.bool, device=self.device)
         return {
-            "custom_mask": mask,
+            "custom_mask": None if case.has_custom_mask else mask,
             "packed_custom_mask": None,
             "causal": case.mask is not MaskKind.CAUSAL,
             "window_left": 3 if case.window_left < 0 else -1,
@@ -262,78 +235,52 @@ class Trial:
             "disable_split_kv": True,
         }
 
-    def _plan_something_else(self) -> None:
-        """Plans and runs with options of which none may stay."""
-        runner.plan(self.wrapper, self.given, **self._something_else())
-        runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
-
     def run(self) -> Result:
         """Runs once into fresh outputs."""
-        call, device = self.problem.call, self.inputs.q.device
-        given = GivenOutputs(
-            self.inputs,
-            out=call.out,
-            lse=call.lse,
-            lse_layout=call.lse_layout,
-            padding=self._padding,
-        )
+        call = self.call
+        form = (call.lse_layout, call.padding)
+        outputs = GivenOutputs(self.inputs, *form, out=call.out, lse=call.lse)
         with _threads(call.threads):
-            returned = self.call(out=given.out, lse=given.lse)
+            returned = self.compute(out=outputs.out, lse=outputs.lse)
             self.inputs.variant = _core.last_variant()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return given.settle(returned, with_lse=call.return_lse)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return outputs.settle(returned, with_lse=call.return_lse)
 
-    @property
-    def _padding(self) -> Padding:
-        return Padding(self.problem.call.padding, self.problem.call.padding)
-
-    def call(self, **overrides):
+    def compute(self, **overrides):
         """The public function, with the options of the problem and then those given here."""
-        call, inputs = self.problem.call, self.inputs
+        call = self.call
         if call.entry is Entry.FORWARD:
             return self._forward()
         options = {
             "return_lse": call.return_lse,
             "lse_base": call.lse_base,
             "lse_layout": call.lse_layout,
-            **self._scales(*SCALE_NAMES),
+            **scale_arguments(call, self.device),
         }
         if call.window_at_run:
-            options["window_left"] = inputs.case.window_left
+            options["window_left"] = self.inputs.case.window_left
         if call.skip_factor:
             options["skip_softmax_threshold_scale_factor"] = call.skip_factor
-        options.update(overrides)
+        options |= overrides
         if call.entry is Entry.SINGLE:
-            return runner.single(inputs, backend=self.backend, **options)
+            return runner.single(self.inputs, backend=self.backend, **options)
         return runner.run(self.wrapper, self.given, **options)
 
     def _forward(self):
-        call, case, inputs = self.problem.call, self.inputs.case, self.given
-        forward = self.wrapper.forward_return_lse if call.return_lse else self.wrapper.forward
-        kv = (inputs.cache,) if case.paged else (inputs.k, inputs.v)
-        return forward(
-            inputs.q,
-            *kv,
-            causal=case.mask is MaskKind.CAUSAL,
-            pos_encoding_mode=case.position.value,
-            window_left=case.window_left,
-            logits_soft_cap=case.soft_cap,
-            sm_scale=case.sm_scale,
-            rope_scale=case.rope_scale,
-            rope_theta=case.rope_theta,
-            **self._scales("k_scale", "v_scale"),
-        )
+        inputs = self.given
+        kv = (inputs.cache,) if inputs.case.paged else (inputs.k, inputs.v)
+        name = "forward_return_lse" if self.call.return_lse else "forward"
+        scales = scale_arguments(self.call, self.device, ("k_scale", "v_scale"))
+        return getattr(self.wrapper, name)(inputs.q, *kv, **self._logits_options(), **scales)
 
-    def _scales(self, *names: str) -> dict[str, float | torch.Tensor | None]:
-        return scale_arguments(self.problem.call, self.inputs.q.device, names)
+    def _logits_options(self) -> dict[str, object]:
+        """Options of plan() that forward() has, too."""
+        options = self._plan_arguments()[1]
+        return {name: options[name] for name in NEUTRAL if name in options}
 
 
-# --- what is looked at beside the numbers ----------------------------------------
-
-
-def _nothing(trial: Trial, result: Result) -> list[str]:
-    return []
+# --- further checks ----------------------------------------------------------------
 
 
 def _repeat(trial: Trial, result: Result) -> list[str]:
@@ -347,10 +294,8 @@ def _repeat(trial: Trial, result: Result) -> list[str]:
 
 def _alone(trial: Trial, result: Result) -> list[str]:
     failures = []
-    begins = _first_rows(trial)
-    for i in range(min(trial.inputs.case.batch_size, _MOST_ALONE)):
-        alone = trial.another(lone(trial.inputs, i)).run()
-        if not alone.same_bits(result.rows(begins[i], begins[i + 1])):
+    for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
+        if not trial.another(lone(trial.inputs, i)).run().same_bits(own):
             failures.append(f"request {i} has other bits without the rest of its batch")
     return failures
 
@@ -359,13 +304,11 @@ def _invariant(trial: Trial, result: Result) -> list[str]:
     """Each request alone, then parts of it: chunks of its prefill and decode steps, some of them
     with a CUDA graph's buffers."""
     rng, failures = random.Random(trial.problem.seed), _alone(trial, result)
-    case, begins, call = trial.inputs.case, _first_rows(trial), trial.problem.call
-    for i in range(min(case.batch_size, _MOST_ALONE)):
-        for begin, end in _parts(rng, case, i):
+    for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
+        for begin, end in _parts(rng, trial.inputs.case, i):
             graph = rng.random() < 0.5
-            other = dataclasses.replace(trial.problem, call=dataclasses.replace(call, graph=graph))
-            computed = Trial(other, part(trial.inputs, i, begin, end), trial.backend).run()
-            if not computed.same_bits(result.rows(begins[i] + begin, begins[i] + end)):
+            computed = trial.another(part(trial.inputs, i, begin, end), graph=graph).run()
+            if not computed.same_bits(own.rows(begin, end)):
                 kind = "with a graph's buffers" if graph else "eager"
                 failures.append(f"rows {begin} to {end} of request {i}, {kind}, have other bits")
     return failures
@@ -380,50 +323,43 @@ def _parts(rng: random.Random, case: Case, i: int) -> list[tuple[int, int]]:
         return []
     ends = sorted({*(rng.randrange(first, rows) + 1 for _ in range(2)), rows})
     singles = {rows - 1, rng.randrange(first, rows)}
-    chunks = zip([first, *ends[:-1]], ends, strict=True)
-    return [*chunks, *((row, row + 1) for row in sorted(singles))]
+    return [*itertools.pairwise([first, *ends]), *((row, row + 1) for row in sorted(singles))]
 
 
 def _spoilt(trial: Trial, result: Result) -> list[str]:
-    problem, failures = trial.problem, []
-    count = problem.case.batch_size
-    spoilt = problem.seed % count
-    inputs = _build(problem, trial.inputs.q.device)
+    spoilt, failures = trial.problem.seed % trial.problem.case.batch_size, []
+    inputs = _build(trial.problem, trial.device)
     spoil(inputs, spoilt)
-    others = trial.another(inputs).run()
-    begins = _first_rows(trial)
-    for i in set(range(count)) - {spoilt}:
-        rows = (begins[i], begins[i + 1])
-        if not others.rows(*rows).same_bits(result.rows(*rows)):
+    others = _of_requests(trial, trial.another(inputs).run())
+    for i, own in enumerate(_of_requests(trial, result)):
+        if i != spoilt and not others[i].same_bits(own):
             failures.append(f"request {i} has other bits with garbage in request {spoilt}")
     return failures
 
 
-def _first_rows(trial: Trial) -> list[int]:
-    """The first row of every request, then the end of the last."""
-    return [0, *itertools.accumulate(trial.inputs.case.qo_lens)]
+def _of_requests(trial: Trial, result: Result) -> list[Result]:
+    ends = itertools.accumulate(trial.inputs.case.qo_lens, initial=0)
+    return [result.rows(*rows) for rows in itertools.pairwise(ends)]
 
 
 def _refusals(trial: Trial, result: Result) -> list[str]:
     failures = []
-    for mistake in refusals.of_run(trial.given):
-        failures += refusals.missing(mistake, trial.call)
+    for name, value in refusals.of_run(trial.given):
+        failures += refusals.missing(name, value, trial.compute)
     if trial.wrapper is not None:
-        for mistake in refusals.of_plan(trial.inputs):
-            failures += refusals.missing(
-                mistake, lambda **spoilt: runner.plan(trial.wrapper, trial.given, **spoilt)
-            )
+        for name, value in refusals.of_plan(trial.inputs):
+            failures += refusals.missing(name, value, trial.plan)
     if not trial.run().same_bits(result):
         failures.append("a run after refused calls has other bits")
     return failures
 
 
-_LOOK: dict[Also, Callable[[Trial, Result], list[str]]] = {
-    Also.NOTHING: _nothing,
+_CHECKS: dict[Also, Callable[[Trial, Result], list[str]]] = {
+    Also.NOTHING: lambda trial, result: [],
     Also.REPEAT: _repeat,
     Also.ALONE: _alone,
     Also.INVARIANT: _invariant,
     Also.SPOILT: _spoilt,
-    Also.REPLAN: _nothing,  # the other plan was made before
+    Also.REPLAN: lambda trial, result: [],  # the other plan was made before
     Also.REFUSALS: _refusals,
 }
