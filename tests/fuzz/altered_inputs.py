@@ -27,16 +27,17 @@ def surrounded(inputs: Inputs, padding: int) -> Inputs:
     return around
 
 
-def with_bounds(inputs: Inputs) -> Inputs:
-    """The same batch with two pages more behind those of each request, all full: upper bounds of
-    its keys. The pages are of other requests."""
-    pages, more = [inputs.indices[: int(inputs.kv_indptr[0])]], inputs.indices.new_zeros(2)
+def with_bounds(inputs: Inputs, num_pages: int = 2) -> Inputs:
+    """The same batch with pages more behind those of each request, all full: upper bounds of its
+    keys. The pages are of other requests."""
+    pages, more = [inputs.indices[: int(inputs.kv_indptr[0])]], inputs.indices.new_zeros(num_pages)
     for own in inputs.page_table:
         pages += [inputs.indices.new_tensor(own), more]
     return dataclasses.replace(
         inputs,
         indices=torch.cat(pages),
-        kv_indptr=inputs.kv_indptr + 2 * torch.arange(len(inputs.kv_indptr)).to(inputs.kv_indptr),
+        kv_indptr=inputs.kv_indptr
+        + num_pages * torch.arange(len(inputs.kv_indptr)).to(inputs.kv_indptr),
         last_page_len=torch.full_like(inputs.last_page_len, inputs.case.page_size),
     )
 
