@@ -30,6 +30,7 @@ SINGLE = [
     Case("longer_q_hnd", (90,), (33,), 2, 2, 64, layout="HND", mask=CAUSAL),
     Case("no_query", (0,), (33,), 2, 2, 64),
     Case("no_key", (5,), (0,), 2, 2, 64),
+    Case("one_key", (5,), (1,), 4, 2, 64),
 ]
 
 

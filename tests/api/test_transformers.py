@@ -244,7 +244,9 @@ OTHER_CONFIGS = {
 @pytest.mark.parametrize(("name", "changed", "auto"), OTHER_CONFIGS.values(), ids=OTHER_CONFIGS)
 def test_other_configs(name, changed, auto, target, dtype):
     config = getattr(transformers, f"{name}Config")(**{**GROUPED, **changed})
-    eager, model = (auto.from_config(config, attn_implementation=each) for each in NAMES)
+    eager, model = (
+        auto.from_config(copy.deepcopy(config), attn_implementation=each) for each in NAMES
+    )
     model.load_state_dict(eager.state_dict())
     ids, mask = tokens(target, 23, 11)
     exact, got, expected = (
@@ -311,16 +313,21 @@ def test_encoders(target, dtype, padded):
         compare("Bart", target, dtype, states)
 
 
+MASKS = transformers.masking_utils
+# The first 7 tokens see each other; a window without causal.
+FUNCTIONS = [
+    (MASKS.create_causal_mask, {"or_mask_function": lambda b, h, q, k: k < 7}),
+    (MASKS.create_bidirectional_mask, {"and_mask_function": MASKS.sliding_window_overlay(5)}),
+]
+
+
+@pytest.mark.parametrize(("create", "function"), FUNCTIONS, ids=["prefix", "window"])
 @pytest.mark.parametrize("name", ["Llama", "Qwen2Moe"])
-def test_prefix_language_model(name, target, dtype):
-    """A mask function that bounds do not describe: the first 7 tokens see each other."""
+def test_mask_functions_that_bounds_do_not_describe(name, create, function, target, dtype):
     ids, _ = tokens(target, 19, 19)
 
     def logits(model):
-        mask = transformers.masking_utils.create_causal_mask(
-            model.config, model.get_input_embeddings()(ids), None, None,
-            or_mask_function=lambda b, h, q, k: k < 7,
-        )  # fmt: skip
+        mask = create(model.config, model.get_input_embeddings()(ids), None, None, **function)
         masks = {"full_attention": mask, "sliding_attention": mask}
         return model(input_ids=ids, attention_mask=masks if name == "Qwen2Moe" else mask).logits
 
@@ -473,10 +480,14 @@ def layer(target, dtype):
 def test_masks_of_other_code(target, layer):
     model, attention = layer
     known = tokens(target, 19, 12)[1]
-    ours = transformers.masking_utils.create_sliding_window_causal_mask(
+    ours = MASKS.create_sliding_window_causal_mask(
         model.config, target.to(torch.zeros(2, 19, 4)), known, None
     )
     assert torch.equal(attention(known), attention(ours))
+    encoder = copy.deepcopy(model.config)
+    encoder.is_causal = False  # what the layer does not know
+    ours = MASKS.create_bidirectional_mask(encoder, target.to(torch.zeros(2, 19, 4)), None)
+    assert torch.equal(attention(ours), attention(None, sliding_window=None, is_causal=False))
 
 
 def longer(mask):

@@ -312,6 +312,9 @@ def _wrong_stats(inputs: FmhaInputs, stats: torch.Tensor, expected: Expected) ->
     shape = (inputs.qo_indptr[-1] + SPARE, case.num_heads, 2)
     if stats.dtype != torch.float32 or stats.shape != shape:
         return [f"stats: {stats.dtype} of shape {tuple(stats.shape)}"]
+    unowned = torch.cat([stats[:SPARE], stats[-SPARE:]]).cpu()
+    if not (unowned == torch.tensor([-math.inf, 0.0])).all():
+        failures.append("stats: rows that no request has are not -inf and 0")
     largest, total = inputs.of_requests(stats).cpu().double().unbind(-1)
     scale = (1.0 if case.soft_cap else 1.0 / case.bmm1) / math.sqrt(case.head_dim)
     if not torch.equal(largest == -math.inf, expected.empty):

@@ -111,6 +111,7 @@ def _check_paged(
     Tells of K, of V, and where V begins in bytes."""
     names, apart = ("k_cache", "v_cache"), 0
     if isinstance(cache, torch.Tensor):
+        validate.tensor("paged_kv_cache", cache)  # torch raises another error for freed memory
         short = request.page_size == 1 and cache.dim() == 4
         if (not short and cache.dim() != 5) or cache.shape[1] != 2:
             raise ValueError(

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from .. import _core
-from .._check.calls import NEUTRAL
 from .._check.names import with_nearest
 from .._check.outputs import Outputs
 from .._check.torch_modes import (
@@ -109,7 +108,7 @@ class _Orders:
     def _fits(self, name: str, value: Any) -> bool:
         of_type = self._types[name]
         if value is None:
-            return "None" in of_type or name in NEUTRAL or of_type not in _NEVER_NONE
+            return "None" in of_type or of_type not in _NEVER_NONE
         fits = _FITS.get(name) or _FITS.get(of_type.removesuffix(" | None"))
         return fits is None or fits(value)
 

@@ -44,7 +44,8 @@ def paged(name: str, kv_cache: Any, kv_layout: Any) -> tuple[Any, str]:
     """A cache and its input_layout. One tensor may hold keys that are values."""
     validate.one_of("kv_layout", kv_layout, validate.KV_LAYOUTS)
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
-        kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
+        keys = validate.tensor(name, kv_cache)[:, 0]
+        kv_cache = (keys, keys)
     elif isinstance(kv_cache, (tuple, list)) and len(kv_cache) == 2:
         kv_cache = tuple(kv_cache)
     elif not isinstance(kv_cache, torch.Tensor):
@@ -70,7 +71,7 @@ def paged_by_tables(
             "uses_shared_paged_kv_idx=False: block_tables are read on the host, which a capture "
             "does not allow; give tables [batch_size, pages]"
         )
-    k, v = cache if isinstance(cache, tuple) else cache.unbind(1)
+    k, v = cache if isinstance(cache, tuple) else validate.tensor(name, cache).unbind(1)
     for pool in (validate.is_tensor("k", k), validate.is_tensor("v", v)):
         if pool.dim() != 4:
             raise ValueError(f"{name} has a pool of shape {tuple(pool.shape)}; must have 4 dims")

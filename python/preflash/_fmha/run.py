@@ -108,8 +108,6 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     operands = call.operands
     # Chunks of the keys would be those of the longest requests, and empty in most others.
     options = call.options.replace(one_pass=True)
-    if options.kv_dtype != options.q_dtype:  # copies would be of keys that the plan knows of
-        options = prepass.without(options)
     key = (
         options, lengths.batch_size, lengths.max_q_len, lengths.max_kv_len, lengths.page_size,
         operands.q.shape[0], operands.kv_extent, operands.kv_layout, call.backend,

@@ -62,7 +62,7 @@ def test_out_may_be_q_itself():
 def test_requests_may_share_keys_and_leave_gaps():
     """Offsets may be in any order, and lengths below what they leave."""
     inputs = build(dataclasses.replace(make_case(), qo_lens=(5, 37, 9), kv_lens=(40, 40, 40)))
-    starts = (40, 0, 40)
+    starts = (40, 40, 0)
     at = torch.tensor([*starts, 99]) * 256
     given = arguments(inputs) | {"batch_offsets_k": at, "batch_offsets_v": at}
     inputs.k, inputs.v = (torch.cat([t[n : n + 40] for n in starts]) for t in (inputs.k, inputs.v))
@@ -82,17 +82,18 @@ def test_nothing_to_compute(rows, batch_size):
     assert (given == -math.inf).all()
 
 
-@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out"])
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "out", "workspace_buffer"])
 def test_outputs_on_other_memory(name):
     """Results that are put in place after the kernels have read the inputs are refused too."""
     inputs = build(make_case())
     given = arguments(inputs, "tokens") | {"out": torch.zeros_like(inputs.q), "backend": "cpu"}
+    given["workspace_buffer"] = given["workspace_buffer"][: 1 << 16]
     memory = torch.zeros(1 << 17, dtype=torch.bfloat16)
     given[name] = memory[: given[name].numel()].view(given[name].shape).copy_(given[name])
     before = memory.clone()
     with pytest.raises(ValueError, match=f"lse shares memory with {name}"):
         call(**given, lse=memory.view(torch.float32)[: 4 * 70 * 6].view(4, 70, 6))
-    if name in ("k_cache", "v_cache"):  # out may be q
+    if name not in ("q", "out"):  # out may be q
         given["out"] = memory[: inputs.q.numel()].view(inputs.q.shape)
         given["batch_offsets_o"] = cumulated(inputs.case.qo_lens[::-1])[:-1].flip(0)
         with pytest.raises(ValueError, match=f"out shares memory with {name}"):

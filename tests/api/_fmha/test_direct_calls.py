@@ -331,6 +331,11 @@ def lengths_beyond(number: int):
     return lambda i: {"seq_lens": torch.tensor(i.case.kv_lens) + number}
 
 
+def freed(cache):
+    cache.untyped_storage().resize_(0)
+    return {"kv_cache": cache}
+
+
 FORM = r"mask is .*\[batch_size, q_len_per_req, words\]"
 # A call and its case, an error, and options (or a function of the inputs that makes them) with a
 # piece of each message.
@@ -358,6 +363,11 @@ REFUSED = [
         ({"backend": "trtllm-gen"}, "trtllm-gen"),
         (lambda i: {"cum_seq_lens_q": i.qo_indptr, "q_len_per_req": None}, "max_q_len=None"),
         ({"o_scale": 2.0}, "o_scale=2"),
+        (lambda i: freed(pools_of(i)[0][:, None].clone()), "^kv_cache has no memory behind it"),
+        (lambda i: {**freed(torch.stack(pools_of(i), 1)), "uses_shared_paged_kv_idx": False,
+                    "block_tables": two_tables(i, 0)}, "^kv_cache has no memory behind it"),
+        (lambda i: {"lse": (lse := i.q[..., 0].float()), "workspace_buffer": lse.flatten()},
+         "lse shares memory with workspace_buffer"),
         (lengths_beyond(2**32), "max_seq_len|negative"),
         (lengths_beyond(-(2**32)), "max_seq_len|negative"),
         (lambda i: {"block_tables": two_tables(i, 0)}, r"must be \[batch_size, pages\] with"),

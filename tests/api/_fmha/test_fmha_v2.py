@@ -21,6 +21,7 @@ from fuzz.fmha_problems import (
     run,
 )
 from graph_replays import replayed
+from preflash._device import backends
 from preflash._fmha import lengths as fmha_lengths
 
 attention = preflash.trtllm_fmha_v2_prefill
@@ -56,6 +57,20 @@ def test_plans_for_the_longest_requests(unread_lengths, seed):
     verify(case, unread_lengths)
     order = {"qo_lens": case.qo_lens[::-1], "kv_lens": case.kv_lens[::-1]}
     verify(dataclasses.replace(case, **order), unread_lengths)
+
+
+def test_a_plan_serves_its_own_sizes(unread_lengths):
+    """Each call differs in one size from the last with its max_q_len, or the last with pages."""
+    for most, changes in (
+        (None, {"qo_lens": (70, 38, 0), "kv_lens": (70, 47, 90)}),
+        (None, {"qo_lens": (27,) * 4}), (None, {"kv_lens": (52, 52, 52, 51)}), (None, {}),
+        (4096, {"qo_lens": (9,) * 4}), (4096, {"kv_lens": (9,) * 4}), (4096, {}),
+        (None, {"layout": "Q_PAGED_KV_NHD", "page_size": 32, "kv_lens": (96, 64, 64, 64)}),
+        (None, {"layout": "Q_PAGED_KV_NHD", "kv_lens": (96, 16, 16, 16)}),
+    ):  # fmt: skip
+        inputs = build(changed(head_dim=80, **changes))
+        inputs.arguments |= {"max_q_len": most, "max_kv_len": most} if most else {}
+        assert judge(inputs, run(inputs, unread_lengths.backend)).failures == []
 
 
 def test_lengths_beyond_the_longest_are_cut_off(unread_lengths, monkeypatch):
@@ -131,6 +146,8 @@ def test_tables_of_both_pools(target, layout, lengths):
     stacked = {"qkv": (q, torch.stack([k, v], dim=1)), "block_tables": both}
     with pytest.raises(ValueError, match="of their own"):
         attention(**inputs.arguments | stacked, backend=target.backend)
+    with pytest.raises(NotImplementedError, match="k and v are one pool"):
+        attention(**inputs.arguments | stacked | {"qkv": (q, (k, k))}, backend=target.backend)
 
 
 @pytest.mark.parametrize("own_out", [False, True])
@@ -225,15 +242,19 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_skipping_of_8_bits(target, layout, out_dtype):
-    """No GPU kernel skips tiles of 8 bits: operands become 16 bits, and pages are listed."""
+def test_skipping_of_8_bits(target, request, monkeypatch, layout, out_dtype):
+    """No GPU kernel skips tiles of 8 bits: operands become 16 bits, and pages are listed. Here the
+    CPU does as a GPU does, the second time for lengths that it does not read."""
     case = changed(layout=layout, dtype=E4M3, out_dtype=out_dtype, stats=False)
-    for place in {"cpu", target.device}:
+    if target.device == "cpu":
+        monkeypatch.setattr(backends.Backend, "why_unsupported", lambda *_: "8 bits")
+    for place in ("cpu", target.device):
         inputs = build(case, target.device, place)
         result = attention(**inputs.arguments | {FACTOR: 1e-12}, backend=target.backend)
         assert result.dtype == (out_dtype or E4M3)
-        p_dtype = None if target.backend == "cpu" else out_dtype
-        compare_out(inputs, result, inputs.expected(), p_dtype).check()
+        compare_out(inputs, result, inputs.expected(), out_dtype).check()
+        if target.device == "cpu":
+            request.getfixturevalue("unread_lengths")
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e9])

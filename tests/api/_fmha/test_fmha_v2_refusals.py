@@ -149,6 +149,8 @@ def test_an_output_on_keys_or_values(index, dtype):
     with pytest.raises(ValueError, match=f"out shares memory with {'qkv'[index]}"):
         attention(**{**inputs.arguments, "out": out})
     assert torch.equal(keys.view(torch.int16), before)
+    with pytest.raises(ValueError, match="out shares memory with workspace_buffer"):
+        attention(**inputs.arguments | {"out": out, "workspace_buffer": out.flatten()})
 
 
 def test_a_converted_output_of_any_stride():

@@ -268,7 +268,7 @@ def test_plan_refuses_workspaces_that_a_graph_has_lost(target, recorder, change)
         stage.plan(inputs)
 
 
-# --- Page indices ------------------------------------------------------------
+# --- Page indices and the paged cache ----------------------------------------
 
 
 @pytest.mark.gpu
@@ -314,6 +314,17 @@ def test_page_indices_of_pod_that_were_overwritten(target):
             run()
         indices[3] = right
         run()
+
+
+@pytest.mark.parametrize("runs_before", [0, 2])
+def test_a_cache_that_was_freed(target, runs_before):
+    inputs = build(PAGED, device=target.device)
+    wrapper, cache = runner.planned(inputs, backend=target.backend), torch.stack(inputs.cache, 1)
+    for _ in range(runs_before):
+        wrapper.run(inputs.q, cache)
+    resize_storage(cache, 0)
+    with pytest.raises(ValueError, match=r"^(paged_kv_cache|k) has no memory behind it"):
+        wrapper.run(inputs.q, cache)
 
 
 # --- One int workspace of two wrappers ---------------------------------------
