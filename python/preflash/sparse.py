@@ -141,7 +141,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
                 f"[0, N / C) = [0, {keys // width})"
             )
         if mask is not None and packed_mask is None:
-            mask = _by_rows(mask, at, (height, width), rows)
+            mask = _by_rows(mask, at, (height, width))
         q_dtype = validate.dtype("q_data_type", q_data_type)
         o_dtype = validate.dtype("o_data_type", o_data_type)
         converts = o_dtype != q_dtype and q_dtype not in dtypes.FP8_DTYPES
@@ -458,16 +458,15 @@ def _check_copied_into(
         others[name] = value
 
 
-def _by_rows(
-    mask: torch.Tensor, at: torch.Tensor, block: tuple[int, int], rows: int
-) -> torch.Tensor:
-    """The [blocks, R, C] of every row of blocks as [its rows, blocks, C], flat."""
+def _by_rows(mask: torch.Tensor, at: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Returns the [blocks, R, C] of every row of blocks as [R, blocks, C], flat. Rows after the
+    last one of q are at the end, where plan() reads no mask."""
     height, width = block
     known = {"blocks": int(at[-1]), "R": height, "C": width}
     mask = validate.conforms("mask", mask, "block_masks", known=known)
     pieces = [
-        mask[begin:end].transpose(0, 1)[: rows - i * height].reshape(-1)
-        for i, (begin, end) in enumerate(pairwise(at.tolist()))
+        mask[begin:end].transpose(0, 1).reshape(-1)
+        for begin, end in pairwise(at.tolist())
         if end > begin
     ]
     return torch.cat(pieces) if pieces else mask.reshape(-1)

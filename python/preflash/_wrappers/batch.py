@@ -255,16 +255,13 @@ class BatchPrefillWrapper(EngineAttributes):
     def _remember(self, a: Any, call: tuple[Any, list], given: tuple[tuple, dict]) -> None:
         """Keeps a call of plan() and its arguments, if one that differs in index arrays alone can
         be planned without Python. call: the function, and its index arrays (_core.RepeatedPlan)."""
-        plan, request, self._repeat = self._plan, self._plan.request, None
-        q_len = getattr(a, "q_len_per_req", None)
+        self._repeat, q_len = None, getattr(a, "q_len_per_req", None)
         if (
-            plan.default_variant in (None, plan.primary)
-            and request.mask is None
-            and not self._in_elements
+            not self._in_elements
             and all(getattr(a, hint, None) is None for hint in _HINTS)
             and (q_len is None or (type(q_len) is int and q_len == 1))
         ):
-            repeat = _core.RepeatedPlan(*call, plan, self._graph)
+            repeat = _core.RepeatedPlan(*call, self._plan, self._graph)
             if repeat.remember(*given):
                 self._repeat = repeat
 

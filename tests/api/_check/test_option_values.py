@@ -87,6 +87,17 @@ def test_values_that_change_in_place_and_have_no_hash(single, pod, make):
     assert torch.equal(pod(causal_p=np.array(True)), pod(causal_p=True))
 
 
+def test_a_mask_is_another_plan(target, tensors, single, pod):
+    """Calls that are equal but for a mask, or for head_dim_vo."""
+    mask = target.to(torch.ones(33, 90).tril() > 0)
+    for call, name in ((single, "custom_mask"), (pod, "custom_mask_p")):
+        full = call()
+        assert not torch.equal(call(**{name: mask}), full)
+        assert torch.equal(call(), full)
+    tensors[2] = tensors[2][..., :32].contiguous()
+    torch.testing.assert_close(single(), full[..., :32], atol=1e-3, rtol=1e-2)
+
+
 def without_memory(kind: str, dtype: torch.dtype) -> torch.Tensor:
     if kind == "meta":
         return torch.empty(1, dtype=dtype, device="meta")
@@ -110,6 +121,7 @@ REFUSED = [
 def test_refusals(target, single, pod):
     """A message does not read a tensor without memory, either."""
     single(logits_soft_cap=2.0, window_left=1, causal=True)  # is remembered, and compared with
+    single(window_left=1)
     pod(window_left_p=1)
     for name, value, error, says in REFUSED:
         with pytest.raises(error, match=f"^{name} {says}"):

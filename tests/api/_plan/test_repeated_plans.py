@@ -203,6 +203,17 @@ def test_unusual_arrays(target, name):
             assert ends[0] == ends[1], kind
 
 
+@pytest.mark.parametrize("hint", ["max_token_per_sequence", "max_sequence_kv", "uniform_q_len"])
+def test_hints_of_repeated_plans(target, hint):
+    """They are compared with the lengths of each plan()."""
+    value, wrapper = 64 if hint == "max_sequence_kv" else 3, new_wrapper(target, PAGED)
+    same, longer = (with_lengths(PAGED, (n,) * 3, (n + 61,) * 3, target) for n in (3, 4))
+    for _ in range(2):
+        runner.plan(wrapper, same, **{hint: value})
+    with pytest.raises(ValueError, match=f"{hint}={value}"):
+        runner.plan(wrapper, longer, **{hint: value})
+
+
 @on_the_cpu
 @pytest.mark.parametrize("options", WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
 def test_wrong_options(target, options):
@@ -314,6 +325,15 @@ def test_decode_with_other_queries_after_a_repeated_plan(bounds):
     for inputs in (of_decode((5,)), of_decode((40, 7, 64)), wanted, wanted):
         plan_decode(wrapper, inputs, **bounds_of(inputs) if bounds else {})
     check_run(wanted, wrapper, q_len_per_req=2)
+
+
+def test_repeated_plans_of_several_queries():
+    wrapper = decode_wrapper()
+    for seed, lens in enumerate(((40, 7, 64), (18, 90, 33), (2, 5, 6))):
+        inputs = of_decode(lens, seed, qo_lens=(2, 2, 2), mask=MaskKind.CAUSAL)
+        arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+        wrapper.begin_forward(*arrays, *SMALL, q_data_type=DECODE.dtype, q_len_per_req=2)
+        check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("given", ["array", "other", None, "buffer"])

@@ -123,6 +123,7 @@ def test_two_launches_if_they_are_faster(target, monkeypatch):
     monkeypatch.setattr(backends.Backend, "prefer_two_launches", prefer_two_launches)
     for launches in (2, 1):
         pod.plan()
+        assert pod.wrapper.launches is None
         pod.check()
         assert pod.wrapper.launches == launches
         assert f"launches={launches}" in repr(pod.wrapper)
@@ -269,12 +270,12 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):
 
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):
-    """Several are captured with one decode batch, which has one work list."""
+    """Several are captured with one decode batch, which has one work list at a time."""
     options = {"use_cuda_graph": True, **graph_buffers(target.device)} if for_graphs else {}
     monkeypatch.setattr(pod_plan, "_forced_apart", True)  # unlike batch-invariant sides, may split
     pod, graphs = Pod(target, **options), []
-    pod.plan()
-    for case in (PREFILL, LONE_ROW):
+    for case in (PREFILL, LONE_ROW, PREFILL):  # the last one is planned in the place of the first
+        pod.plan()
         pod.prefill = pod.built(case, 1)
         made = captured(pod, recorder)
         graphs.append((pod.prefill, made, weakref.ref(pod.wrapper._pod_plans.last.launch)))

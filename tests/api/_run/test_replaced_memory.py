@@ -158,6 +158,10 @@ def test_an_int_workspace_that_was_replaced(target, change):
             int_workspace.data = runner.workspace(target.device, 1 << 20)
         runner.plan(wrapper, inputs)
         check_run(inputs, wrapper)
+        before, int_workspace = int_workspace, runner.workspace(target.device, 1 << 20)
+        wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, int_workspace)
+        before.zero_()  # the new one has the work list
+        check_run(inputs, wrapper)
 
 
 # --- Buffers of CUDA graphs --------------------------------------------------

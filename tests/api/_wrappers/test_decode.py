@@ -120,6 +120,8 @@ def test_newer_order(target, data_type):
             plan(*arrays(inputs), *order)
             result = wrapper.run_return_lse(inputs.q, inputs.cache)
             compare(*result, expected, soft_cap=25.0).check()
+    with pytest.raises(ValueError, match=r"q_len_per_req=2 .*plan again"):  # after begin_forward()
+        wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)
 
 
 def test_fast_decode_plan_in_either_positional_order(target):

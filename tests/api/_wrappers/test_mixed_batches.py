@@ -191,6 +191,18 @@ def test_ranges_that_change_between_runs(target):
     runner.compare(inputs, wrapper.forward(inputs.q, inputs.cache, ranges), None).check()
 
 
+def test_the_same_ranges_after_another_plan_or_workspace(target):
+    inputs, wrapper = ranges_planned(target)
+    given, work = (inputs.q, inputs.cache, ranges_of(inputs)), wrapper._float_workspace_buffer
+    wrapper.run(*given)
+    inputs.case = dataclasses.replace(inputs.case, sm_scale=0.3, fixed_split_size=16)
+    plan_ranges(wrapper, inputs, sm_scale=0.3, fixed_split_size=16)
+    runner.compare(inputs, wrapper.run(*given), None).check()
+    wrapper.reset_workspace_buffer(*(runner.workspace(target.device, 1 << 24) for _ in range(2)))
+    work.untyped_storage().resize_(0)
+    runner.compare(inputs, wrapper.run(*given), None).check()
+
+
 WRONG_OPTIONS = {
     "causal": True, "custom_mask": torch.ones(3), "window_left": 3, "logits_soft_cap": 3.0,
     "head_dim_qk": 128, "q_data_type": torch.bfloat16, "prefix_len_ptr": torch.ones(3),

@@ -154,6 +154,10 @@ def test_with_other_options_of_a_run(target):
     assert batch.run(window_left=1900).isnan().any()
     assert batch.run(1.0, sinks=sinks).isfinite().all()
     assert batch.run(sinks=sinks).isnan().any()
+    # Weights so small that any factor leaves the tiles out.
+    set_keys(batch.inputs, batch.inputs.k, -40.0, 256, 1536, columns=0)
+    assert batch.run(1e-30, window_left=1900).isfinite().all()
+    assert batch.run(window_left=1900).isnan().any()
 
 
 def test_q_len_per_req(target):

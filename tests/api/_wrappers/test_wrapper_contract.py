@@ -163,8 +163,9 @@ def test_workspace_size_is_enough_and_needed(target):
         with pytest.raises(ValueError, match=f"float_workspace_buffer.*{float_bytes}"):
             refused()
     check_run(inputs, wrapper)
-    runner.plan(other, inputs, fixed_split_size=None)  # splits less
-    check_run(inputs, other)
+    for less in ({"fixed_split_size": None}, {"disable_split_kv": True}):  # are split
+        runner.plan(other, inputs, **less)
+        check_run(inputs, other)
 
 
 @every_case
