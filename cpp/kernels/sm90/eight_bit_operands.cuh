@@ -18,9 +18,7 @@
 // registers have no room for all.
 #pragma once
 
-#include "kernels/sm90/paired_operands.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
-#include "kernels/sm90/whole_operands.cuh"
+#include "kernels/sm90/sliced_operands.cuh"
 
 namespace preflash::sm90 {
 

@@ -11,7 +11,7 @@
 #include "kernels/common/four_floats.cuh"
 #include "kernels/common/matrices.cuh"
 #include "kernels/common/swizzle.cuh"
-#include "kernels/sm90/score_bias.cuh"
+#include "kernels/sm90/scores.cuh"
 
 namespace preflash::sm90 {
 

@@ -1,12 +1,11 @@
 // The roles of the producer warps, which load Q and the K/V tiles of each work item, from the
 // highest keys down: by TMA, or gathered. A second warpgroup transposes V of 8 bits
-// (transpose_values.cuh) or converts raw tiles and slices (load_raw_tiles.cuh).
+// (transpose_values.cuh) or converts raw tiles and slices (load_converted.cuh).
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "kernels/sm90/load_converted_slices.cuh"
-#include "kernels/sm90/load_raw_tiles.cuh"
+#include "kernels/sm90/load_converted.cuh"
 #include "kernels/sm90/transpose_values.cuh"
 
 namespace preflash::sm90 {

@@ -8,7 +8,7 @@
 // Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh,
 // eight_bit_operands.cuh), how Q arrives (load_query.cuh), which tiles there are
 // (consumer_tiles.cuh), what is done to scores (scores.cuh), which tiles are skipped
-// (skipped_tiles.cuh).
+// (consumer_tiles.cuh).
 //
 // First and last are in that order: an item's first tile has its highest keys. Where
 // Traits::kSkipsTiles, a warpgroup skips the tiles that none of its rows touches. After an item
@@ -19,10 +19,7 @@
 #include "kernels/sm90/capped_softmax.cuh"
 #include "kernels/sm90/consumer_tiles.cuh"
 #include "kernels/sm90/eight_bit_operands.cuh"
-#include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
-#include "kernels/sm90/scores.cuh"
-#include "kernels/sm90/skipped_tiles.cuh"
 
 namespace preflash::sm90 {
 

@@ -3,7 +3,10 @@
 // products may read the rows.
 #pragma once
 
-#include "kernels/sm90/forward_convert.cuh"
+#include "kernels/common/lane_angles.cuh"
+#include "kernels/common/swizzle.cuh"
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
 
@@ -156,7 +159,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       }
     }
   }
-  // Columns of a unit in the order of rotated slices of K (load_converted_slices.cuh).
+  // Columns of a unit in the order of rotated slices of K (ConvertedSlices).
   CUTE_DEVICE static PairColumns columns_in_slices(int unit) {
     constexpr int kHalf = Traits::kSliceColumns / 2;
     const int low = unit * kLanePairs / kHalf * 2 * kHalf + unit * kLanePairs % kHalf;

@@ -5,7 +5,6 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/sm90/tile_ring.cuh"
-#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 

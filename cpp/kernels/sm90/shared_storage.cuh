@@ -111,7 +111,7 @@ struct RotaryTables {
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
 };
 
-// State of kernels with raw tiles or slices (load_raw_tiles.cuh).
+// State of kernels with raw tiles or slices (load_converted.cuh).
 template <class Traits>
 struct ConversionState {
   Ring<2> ring;                       // of the raw tiles of K and of V, or of raw slices
@@ -150,7 +150,7 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (paired_operands.cuh).
+// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (PairedOperands).
 template <class Traits>
 struct PairState {
   // full: a message is in this warp's mailbox. empty: the other CTA's warp has read its own.
