@@ -17,15 +17,14 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   const int loads = gather ? kWarpgroupWarps : 1;
   const int converters = loads_raw<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
   const int producers = Traits::kConverts ? converters : loads;
-  const int transposers = Traits::kTransposesV ? kWarpgroupWarps : 0;
   const int first_warps = gather ? kWarpgroupWarps : kLoaders<Traits>;
   const int loading_warps = first_warps + Traits::kProducerWarps - kWarpgroupWarps;
   constexpr int kConsumers = Traits::kConsumerWarps;
   barriers.q.init(1, kConsumers);
   barriers.k.init(producers, kConsumers);
-  barriers.v.init(Traits::kTransposesV ? transposers : producers, kConsumers);
+  barriers.v.init(Traits::kTransposesV ? kWarpgroupWarps : producers, kConsumers);
   barriers.item.init(1, Traits::kConsumerThreads + loading_warps * 32);
-  if constexpr (Traits::kTransposesV) smem.raw_ring.init(producers, transposers);
+  if constexpr (Traits::kTransposesV) smem.raw_ring.init(producers, kWarpgroupWarps);
   if constexpr (Traits::kConverts) {
     conversion_of(smem).ring.init(gather ? kWarpgroupThreads : 1, kWarpgroupWarps);
   }

@@ -1,6 +1,4 @@
-// The roles of the producer warps, which load Q and the K/V tiles of each work item, from the
-// highest keys down: by TMA, or gathered. A second warpgroup transposes V of 8 bits
-// (transpose_values.cuh) or converts raw tiles and slices (load_converted.cuh).
+// The roles of the producer warps (README.md, "Roles").
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -14,13 +12,6 @@ namespace preflash::sm90 {
 template <class Traits>
 using Announcer =
     conditional_t<Traits::kHasMaskBits, MaskTileProducer<Traits>, ItemProducer<Traits>>;
-
-CUTE_DEVICE void announce_all(auto&& announcer) {
-  while (!announcer.done()) {
-    announcer.announce_item();
-    while (announcer.has_tile()) announcer.announce_tile();
-  }
-}
 
 // Announcements by a loading warp: none, if another warp makes them ...
 struct AnnouncesNothing {
@@ -94,16 +85,20 @@ CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Trait
     if (warp == 0) q.load(state);
   };
   if (warp == kLoaders<Traits>) {
-    announce_all(Announcer<Traits>{params, smem, begin, end});
+    Announcer<Traits> announcer{params, smem, begin, end};
+    while (!announcer.done()) {
+      announcer.announce_item();
+      while (announcer.has_tile()) announcer.announce_tile();
+    }
   } else if constexpr (Traits::kSliced) {
     using Slices = SliceBoxes<Traits, LoadedSlice<Traits>>;
     KvSliceLoader<Traits, Slices> slices(params.segments[0], smem, warp);
     if (warp < kLoaders<Traits>) load_items(smem, AnnouncesNothing{}, slices, load_q);
   } else if (warp == 0) {
-    TmaLoader<Traits, Operand::kK, LoadedTile<Traits, Operand::kK>> k(params, smem);
+    TmaLoader<Traits, LoadedTile<Traits, Operand::kK>> k(params, smem);
     load_items(smem, AnnouncesNothing{}, k, load_q);
   } else if (warp == 1) {
-    TmaLoader<Traits, Operand::kV, LoadedTile<Traits, Operand::kV>> v(params, smem);
+    TmaLoader<Traits, LoadedTile<Traits, Operand::kV>> v(params, smem);
     load_items(smem, AnnouncesNothing{}, v, load_q);
   }
 }
@@ -134,8 +129,8 @@ CUTE_DEVICE void produce(const ParamsOf<Traits>& params, SharedStorage<Traits>& 
   }
 }
 
-// One warpgroup loads raw tiles or slices, the other one converts them. Slices of a launch with
-// RoPE have no raw form: both warpgroups convert what they load.
+// One warpgroup loads raw tiles or slices, the other one converts them; slices of a launch with
+// RoPE both.
 template <class Traits>
 CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem,
                                    int begin, int end, bool gather, int warpgroup) {

@@ -1,7 +1,7 @@
 // K and V that are converted on their way: 8 bits are dequantised exactly to 16, and keys are
 // rotated (RoPE). A warpgroup brings tiles as they are stored into the raw tile of each operand, or
 // slices of 8 bits into a ring of raw slices, by TMA or gathered; another warpgroup converts them
-// from there. Slices under RoPE are converted in registers.
+// from there.
 #pragma once
 
 #include "kernels/common/dequantize.cuh"
@@ -100,8 +100,7 @@ struct RawRing {
 template <class Traits, Operand kOperand, class Element = std::uint8_t>
 struct RawTile : RawRing<Traits, kOperand == Operand::kV, 1, Element> {
   using Source = SourceOf<kOperand>;
-  static constexpr bool kIsK = Source::kIsK;
-  static constexpr int kBlocks = sizeof(Element) == 1 ? 1 : Traits::kBlocksK;
+  static constexpr int kBlocks = sizeof(Element) == 1 ? 1 : Traits::kBlocksQk;
 };
 template <class Traits>
 struct RawSlice : RawRing<Traits, 0, Traits::kRawSlices, std::uint8_t> {

@@ -107,20 +107,15 @@ struct TilePlaces {
 };
 
 // Announces the warp's part of a tile or slice, and goes on to the next.
-// NOTE: the warp writes through the generic proxy and wgmma reads through the async one. No lane's
-// next copy may overwrite what another lane still reads.
 CUTE_DEVICE void publish_rows(auto& write) {
   order_memory_accesses();
-  cutlass::arch::fence_view_async_shared();
-  __syncwarp();
-  release(write.full());
+  publish_writes(write.full());
   write.next.advance();
 }
 
 // Each of kWarps producer warps copies a share of the rows of both operands, eight lanes 128 bytes
 // of a row.
-template <class Traits, class WriterK = TileWriter<Traits, Operand::kK>,
-          class WriterV = TileWriter<Traits, Operand::kV>, int kWarps = kWarpgroupWarps>
+template <class Traits, class WriterK, class WriterV, int kWarps = kWarpgroupWarps>
 struct GatherLoader {
   static constexpr int kWarpKeys = Traits::kTileN / kWarps;
 
@@ -213,12 +208,9 @@ struct GatherLoader {
     publish();
     unpublished = full;
   }
-  // NOTE: cp.async writes through the generic proxy and wgmma reads through the async one.
   CUTE_DEVICE void publish() {
     if (unpublished == nullptr) return;
-    cutlass::arch::fence_view_async_shared();
-    __syncwarp();
-    release(*unpublished);
+    publish_writes(*unpublished);
     unpublished = nullptr;
   }
 

@@ -136,7 +136,6 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
             if (kRotates) angles_of(first_row + group * kRowsAtOnce, unit).rotate(low, high);
           }
         });
-        // sm_scale <= 0 is applied through Q's sign (LogitsParams).
         float factors[kGroup];
         CUTE_UNROLL
         for (float& factor : factors) factor = params.logits.q_factor;

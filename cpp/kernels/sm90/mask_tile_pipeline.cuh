@@ -105,7 +105,6 @@ template <class PipelineState>
 struct MaskTileConsumer {
   PipelineState read = {};
 
-  // Waits for the next tile.
   template <class Traits>
   CUTE_DEVICE MaskTile take(SharedStorage<Traits>& smem) {
     int slot = read.index();

@@ -196,7 +196,7 @@ struct HeadFactors {
   // of_query(r): of row r of Q.
   CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
     HeadFactors factors{};
-    if constexpr (Traits::kHasFactors) {
+    if constexpr (Traits::kTakes8Bits) {
       const RunExtras& extras = coordinates.params.extras;
       float of_k = 1.0f;
       if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
@@ -213,7 +213,7 @@ struct HeadFactors {
   }
 
   CUTE_DEVICE void apply(auto&& scores) const {
-    if constexpr (Traits::kHasFactors) {
+    if constexpr (Traits::kTakes8Bits) {
       if (any) for_each_element(scores, [&](int r, int, float& x) { x *= row[r]; });
     }
   }

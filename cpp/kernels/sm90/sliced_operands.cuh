@@ -1,7 +1,6 @@
 // K and V in slices of 128 columns, with the hooks of WholeOperands. A slice is released when its
-// product is complete. There are no turns, and no tile is passed over: both warpgroups release a
-// slot, and the ring of kernels with two CTAs to an item is shorter than a step, so that a
-// warpgroup waiting for its turn would keep the other from its slices.
+// product is complete. There are no turns: the ring of kernels with two CTAs to an item is shorter
+// than a step, so a warpgroup waiting for its turn would keep the other from its slices.
 #pragma once
 
 #include "kernels/sm90/tile_ring.cuh"
@@ -100,11 +99,9 @@ struct SlicedOperands : Accumulators<Traits> {
   }
 };
 
-// Slices where two CTAs of a cluster compute an item: each makes S, and so P, of half of a tile's
-// keys, and half of O's columns of all keys. So each warp sends its P to the warp of the same rows
-// in the other CTA, with what its rows' P and sums are relative to. Both then take the larger
-// reference of the two, so that one softmax, whose speculation may fail in either half, is that of
-// all keys. A slice is released two slices behind at the latest.
+// Slices where two CTAs of a cluster compute an item (README.md, "More than 256 columns of O").
+// Both take the larger reference of the two, so that one softmax, whose speculation may fail in
+// either half, is that of all keys. A slice is released two slices behind at the latest.
 template <class Traits>
 struct PairedOperands : SlicedOperands<Traits> {
   using Base = SlicedOperands<Traits>;

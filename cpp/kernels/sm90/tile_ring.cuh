@@ -30,7 +30,7 @@ struct TileWriter {
   static constexpr bool kIsRaw = false;                                 // RawTile is
   static constexpr bool kIsTurned = !kIsK && Traits::kTransposesV;      // arrives as it is stored
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row
-  static constexpr int kBlocks = kIsK ? Traits::kBlocksK : Traits::kBlocksV;
+  static constexpr int kBlocks = kIsK ? Traits::kBlocksQk : Traits::kBlocksV;
 
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kStages> next = {};
