@@ -92,7 +92,7 @@ struct DenseTileStream {
   CUTE_DEVICE int next() { return tile = tile > begin ? tile - 1 : kNoTile; }
 };
 
-// The tiles that are announced. Announces: what this warp itself announces (forward_load.cuh).
+// The tiles that are announced. Announces: what this warp itself announces (forward_kernel.cuh).
 template <class Traits, class Announces>
 struct MaskTileStream {
   SharedStorage<Traits>& smem;
