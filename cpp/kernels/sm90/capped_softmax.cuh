@@ -9,8 +9,8 @@
 // first tile may leave it few keys, and a cap bounds what later tiles can add to the maximum of a
 // whole one.
 //
-// A row's bits do not depend on the rows beside it: neither on which of an item's tiles is the
-// first with its keys, nor on which ones are masked.
+// A row's bits depend neither on which of an item's tiles is the first with its keys, nor on which
+// ones are masked.
 #pragma once
 
 #include "kernels/sm90/eight_bit_softmax.cuh"
@@ -56,7 +56,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
     if (!segment.cap.is_bounded()) {
       return SpeculativeSoftmax::make_first(scores, shift, p, segment);
     }
-    exponentiate_masked(scores, shift, p, sum, segment.logits.scale_log2);
+    exponentiate_capped<true>(scores, shift, p, sum, segment.logits.scale_log2);
   }
   CUTE_DEVICE static void before_o(auto&& scores, const NoShift&, const auto& segment) {
     if (segment.cap.form != CapForm::kHardware) return segment.cap.apply(scores, segment.logits);
@@ -79,11 +79,9 @@ struct CappedSoftmax : SpeculativeSoftmax {
     const float scale_log2 = segment.logits.scale_log2;
     float tile_sum[kRows];
     apply_rest(scores, segment.cap);
-    exponentiate(scores, shift, p, tile_sum, scale_log2, [](int column, float x) {
-      return kFour && column % 4 == 1 ? exp2_polynomial(x) : exp2_approx(x);
-    });
+    exponentiate_capped<false>(scores, shift, p, tile_sum, scale_log2);
     // Few tiles are masked: they are computed again.
-    if (mask()) exponentiate_masked(scores, shift, p, tile_sum, scale_log2);
+    if (mask()) exponentiate_capped<true>(scores, shift, p, tile_sum, scale_log2);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
@@ -97,11 +95,13 @@ struct CappedSoftmax : SpeculativeSoftmax {
     maxima(scores, shift, tile_max);
     move(tile_max, out, is_second, scale_log2);
   }
-  // Takes scores of -inf, too, which the polynomial does not.
-  CUTE_DEVICE void exponentiate_masked(const auto& scores, const auto& shift, auto& p,
+  // kMasked: scores may be -inf, which the polynomial does not take.
+  template <bool kMasked>
+  CUTE_DEVICE void exponentiate_capped(const auto& scores, const auto& shift, auto& p,
                                        float (&tile_sum)[kRows], float scale_log2) const {
     exponentiate(scores, shift, p, tile_sum, scale_log2, [](int column, float x) {
-      return kFour && column % 4 == 1 && x != -INFINITY ? exp2_polynomial(x) : exp2_approx(x);
+      const bool by_polynomial = kFour && column % 4 == 1 && (!kMasked || x != -INFINITY);
+      return by_polynomial ? exp2_polynomial(x) : exp2_approx(x);
     });
   }
   CUTE_DEVICE static void apply_rest(auto&& scores, const SoftCap& cap) {

@@ -4,10 +4,8 @@
 
 #include <cutlass/arch/arch.h>
 
-#include "kernels/sm90/copy_rows.cuh"
 #include "kernels/sm90/decode_traits.cuh"
-#include "kernels/sm90/tile_ring.cuh"
-#include "kernels/sm90/work_items.cuh"
+#include "kernels/sm90/load_gather.cuh"
 
 namespace preflash::sm90 {
 

@@ -5,8 +5,9 @@
 
 #include <cute/arch/mma_sm80.hpp>
 
+#include "kernels/common/dequantize.cuh"
+#include "kernels/common/lane_angles.cuh"
 #include "kernels/sm90/decode_load.cuh"
-#include "kernels/sm90/forward_convert.cuh"
 
 namespace preflash::sm90 {
 

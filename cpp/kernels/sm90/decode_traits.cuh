@@ -14,8 +14,7 @@ struct DecodeTraits {
   static constexpr DType kProducts = kVariant.q_dtype;
 
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
-  static constexpr bool kHasFactors = kConverts;
-  static constexpr bool kChoosesOutput = kConverts;
+  static constexpr bool kTakes8Bits = kConverts;
   static constexpr int kRowSumColumns = 0;
   static constexpr bool kAlignsQueryTiles = false;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits dequantize to float16");

@@ -1,26 +1,17 @@
 // Operands of 8 bits, multiplied as they are stored, with the hooks of WholeOperands. V has been
-// transposed on its way (transpose_values.cuh), and O is added up in float32.
+// transposed on its way (transpose_values.cuh), and O is added up in float32: Hopper's tensor core
+// keeps 13 bits behind the leading one of the largest of what it adds, and cuts the rest off. From
+// 2^13 equal products on they vanish. An item's first tile is added up by itself, so that a large
+// logit in it cuts off no later tile's products (eight_bit_softmax.cuh).
 //
-// Hopper's tensor core keeps 13 bits behind the leading one of the largest of what it adds, and
-// cuts the rest off: each product of e4m3 loses half of 2^-13 of the sum so far, and from 2^13
-// equal ones on they vanish. So the accumulators hold kTilesAtOnce tiles at most, are added to sums
-// of float32 and begin anew; an item's first tile does by itself, so that a large logit in it cuts
-// off no later tile's products (eight_bit_softmax.cuh).
-//
-// What that leaves is a bias towards 0 where values have one sign: 1.1 % with random logits. The
-// same products make the row sums, of P and columns of kRowSumFactor, and these lose as much, so
-// that the bias cancels in the quotient. So does the rounding of P where one weight is most of a
-// row. A factor of 1.25 gives products as many bits as values of e4m3 have on average: 1 would
-// leave 60 % of the bias. Where signs of values vary O has no bias and gets that of the sums, about
-// 1 % beside an error of 2.7 %. Measured: docs/dev/experiments/fp8-products.md.
-//
-// At head_dim 128 the sums of half of the columns lie in shared memory: beside S, P and O the
-// registers have no room for all.
+// That leaves a bias towards 0 where values have one sign: 1.1 % with random logits. Row sums by
+// the same products lose as much, so that the bias cancels in the quotient. A factor of 1.25 gives
+// products as many bits as values of e4m3 have on average: 1 would leave 60 % of the bias. Where
+// signs of values vary O has no bias and gets that of the sums, about 1 % beside an error of 2.7 %.
+// Measured: docs/dev/experiments/fp8-products.md.
 #pragma once
 
-#include "kernels/sm90/paired_operands.cuh"
-#include "kernels/sm90/speculative_softmax.cuh"
-#include "kernels/sm90/whole_operands.cuh"
+#include "kernels/sm90/sliced_operands.cuh"
 
 namespace preflash::sm90 {
 

@@ -1,15 +1,14 @@
 // The online softmax of weights that are rounded to e4m3, whose numbers lie in [2^-9, 448].
 //
-// A tile's row maxima are found beside the products of O: where the speculation of 16-bit kernels
-// fails, all warps of a warpgroup wait for the one that computes its exponentials again, and the
-// range of e4m3 makes it fail in most tiles of logits as models have them. A row's reference moves
-// when a weight would exceed the range.
+// A tile's row maxima are found beside the products of O: speculation would fail in most tiles of
+// logits as models have them, and then all warps of a warpgroup wait for the one that computes its
+// exponentials again. A row's reference moves when a weight would exceed the range.
 //
 // Whenever O has been added to its sums (EightBitOperands), the reference of each row becomes the
-// row max since the last time, up or down, which costs nothing but a factor of the sums. Upwards it
-// spares moves. Downwards it keeps weights: after a large logit, such as a query's with its own
-// key, the weights of all other keys would be rounded to 0, and together they may outweigh it
-// (docs/dev/experiments/fp8-products.md). Those of up to six tiles right behind it still are.
+// row max since the last time. Upwards that spares moves. Downwards it keeps weights: after a large
+// logit, such as a query's with its own key, the weights of all other keys would be rounded to 0,
+// and together they may outweigh it (docs/dev/experiments/fp8-products.md). Those of up to six
+// tiles right behind it still are.
 #pragma once
 
 #include "kernels/sm90/speculative_softmax.cuh"
@@ -38,7 +37,10 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     maxima(scores, shift, reference);
   }
   CUTE_DEVICE void make_first(const auto& scores, const auto& shift, auto& p, const auto& segment) {
-    exponentiate_tile(scores, shift, p, segment);
+    float tile_sum[kRows];
+    exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] += kAddsWeights ? tile_sum[r] : 0.0f;
   }
   // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
   CUTE_DEVICE void before_o(const auto& scores, const auto& shift, const auto& segment) {
@@ -64,7 +66,6 @@ struct EightBitSoftmax : SpeculativeSoftmax {
       }
     }
   }
-  // O is complete, without this tile.
   CUTE_DEVICE void after_o(auto&& out) const {
     if (moved) for_each_element(out, [&](int r, int, float& x) { x *= factor[r]; });
   }
@@ -88,17 +89,10 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   }
   CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto&,
                           const auto& segment, const auto&) {
-    exponentiate_tile(scores, shift, p, segment);
+    make_first(scores, shift, p, segment);
   }
 
  private:
-  CUTE_DEVICE void exponentiate_tile(const auto& scores, const auto& shift, auto& p,
-                                     const auto& segment) {
-    float tile_sum[kRows];
-    exponentiate(scores, shift, p, tile_sum, segment.logits.scale_log2);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += kAddsWeights ? tile_sum[r] : 0.0f;
-  }
   // True if row maxima are output: the references must then be the maxima.
   CUTE_DEVICE static bool returns_maxima(const auto& segment) {
     return segment.max_sum <= max_sum(LseForm::kMaxAndSum, DType::kFloat8E4M3);

@@ -11,7 +11,7 @@
 #include "kernels/common/four_floats.cuh"
 #include "kernels/common/matrices.cuh"
 #include "kernels/common/swizzle.cuh"
-#include "kernels/sm90/score_bias.cuh"
+#include "kernels/sm90/scores.cuh"
 
 namespace preflash::sm90 {
 
@@ -32,7 +32,6 @@ template <class Traits>
 struct ForwardEpilogue {
   using Element = typename Traits::ElementO;
   static constexpr int kColumns = kBlockColumns<Element>;  // stored at a time
-  using Softmax = SpeculativeSoftmax;
 
   const HopperSegment& params;
   const WorkItem& item;
@@ -69,7 +68,7 @@ struct ForwardEpilogue {
   };
 
   // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
-  CUTE_DEVICE Prepared prepare(const Softmax& softmax, const auto& bias,
+  CUTE_DEVICE Prepared prepare(const SpeculativeSoftmax& softmax, const auto& bias,
                                const ScoreCoordinates<Traits>& coordinates,
                                const RowTarget& target) const {
     RowResult result[2];
@@ -192,10 +191,10 @@ struct ForwardEpilogue {
 
   // An element of o: the products' dtype, or with 8-bit queries the caller's.
   CUTE_DEVICE int output_bytes() const {
-    return Traits::kChoosesOutput ? size_of(params.o_dtype) : sizeof(Element);
+    return Traits::kTakes8Bits ? size_of(params.o_dtype) : sizeof(Element);
   }
   CUTE_DEVICE float out_scale() const {
-    if constexpr (!Traits::kHasFactors) return params.out_scale;
+    if constexpr (!Traits::kTakes8Bits) return params.out_scale;
     const float* of_v = params.extras.scale_v;
     return of_v == nullptr ? params.out_scale : params.out_scale * __ldg(of_v + item.kv_head);
   }
@@ -247,7 +246,7 @@ struct ForwardEpilogue {
   // O has 16 bits; if the output has another dtype, Element only gives the size.
   CUTE_DEVICE auto rounded(const auto& tOrO) const {
     Tensor tOrO_out = convert_fragment<Element>(tOrO);
-    if constexpr (Traits::kChoosesOutput && is_same_v<Element, cutlass::half_t>) {
+    if constexpr (Traits::kTakes8Bits && is_same_v<Element, cutlass::half_t>) {
       if (params.o_dtype == DType::kBFloat16) {
         Tensor as_bf16 = recast<cutlass::bfloat16_t>(tOrO_out);
         round_to(tOrO, as_bf16);

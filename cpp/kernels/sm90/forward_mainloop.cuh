@@ -3,26 +3,17 @@
 // item down. The tiles of all items form one sequence, so an item's first QK product overlaps with
 // the last PV product of the item before it. step() is the schedule; an item begins with a step of
 // QK alone or in the step of the last item's PV, and ends in the next item's first step or with PV
-// alone.
+// alone. README.md has the schedule as a table, and the policies in which kernels differ.
 //
-// Kernels differ in policies: operands (whole_operands.cuh, sliced_operands.cuh,
-// eight_bit_operands.cuh), how Q arrives (load_query.cuh), which tiles there are
-// (consumer_tiles.cuh), what is done to scores (scores.cuh), which tiles are skipped
-// (skipped_tiles.cuh).
-//
-// First and last are in that order: an item's first tile has its highest keys. Where
-// Traits::kSkipsTiles, a warpgroup skips the tiles that none of its rows touches. After an item
-// whose last tiles it skips (as under a window), the item's last O and the next item's first S run
-// by themselves.
+// First and last are in that order: an item's first tile has its highest keys. After an item whose
+// last tiles a warpgroup skips (Traits::kSkipsTiles, as under a window), the item's last O and the
+// next item's first S run by themselves.
 #pragma once
 
 #include "kernels/sm90/capped_softmax.cuh"
 #include "kernels/sm90/consumer_tiles.cuh"
 #include "kernels/sm90/eight_bit_operands.cuh"
-#include "kernels/sm90/forward_epilogue.cuh"
 #include "kernels/sm90/load_query.cuh"
-#include "kernels/sm90/scores.cuh"
-#include "kernels/sm90/skipped_tiles.cuh"
 
 namespace preflash::sm90 {
 
@@ -77,6 +68,7 @@ struct ForwardMainloop {
 
  private:
   using Epilogue = ForwardEpilogue<Traits>;
+  using Prepared = typename Epilogue::Prepared;
   using Coordinates = ScoreCoordinates<Traits>;
   using FirstTile = typename TilesOf<Traits>::First;
 
@@ -128,7 +120,7 @@ struct ForwardMainloop {
   // O is of an item that this P V ends. Later: of an item that goes on.
   struct Last {
     const Item& item;
-    const typename Epilogue::Prepared& ready;
+    const Prepared& ready;
     int skipped_v;  // tiles of V that this warpgroup passes before it stores O
   };
   struct None {
@@ -205,7 +197,7 @@ struct ForwardMainloop {
     const Item& next = transition.next;
     for (int i = 0; i < next.skipped_first; ++i) operands.skip_k();
     Transition next_transition;
-    typename Epilogue::Prepared ready;
+    Prepared ready;
     wait_for_q(next);
     step<Work::kQkPv>(First{next, transition.next_first}, Last{last, ready, next.skipped_first},
                       [&] {
@@ -217,7 +209,7 @@ struct ForwardMainloop {
 
   // An item's last step, if no item directly follows.
   CUTE_DEVICE void end(const Item& item, const Transition& transition) {
-    typename Epilogue::Prepared ready;
+    Prepared ready;
     step<Work::kPv>(None{}, Last{item, ready, 0}, [&] { ready = prepare_o(item, transition); });
     for (int i = 0; i < item.skipped_last; ++i) {
       operands.skip_k();
@@ -312,22 +304,18 @@ struct ForwardMainloop {
   }
   CUTE_DEVICE void finish_o(const Last& o) {
     for (int i = 0; i < o.skipped_v; ++i) operands.skip_v();
-    store_o(o.item, o.ready);
+    operands.finish_o();
+    epilogue(o.item).store(o.ready, operands.tOrO, smem.o[warp()]);
+    operands.release_p_mailbox();
+    // The first warpgroup's rows always exist.
+    if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[o.item.slot]);
+    release_item(o.item);
     timer.start();  // of the next item
   }
-  CUTE_DEVICE typename Epilogue::Prepared prepare_o(const Item& item,
-                                                    const Transition& transition) {
+  CUTE_DEVICE Prepared prepare_o(const Item& item, const Transition& transition) {
     operands.prepare_o(softmax, segment(item));
     return epilogue(item).prepare(softmax, scores.bias, at(item)(item.own.begin),
                                   transition.target);
-  }
-  CUTE_DEVICE void store_o(const Item& item, const typename Epilogue::Prepared& ready) {
-    operands.finish_o();
-    epilogue(item).store(ready, operands.tOrO, smem.o[warp()]);
-    operands.release_p_mailbox();
-    // The first warpgroup's rows always exist.
-    if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[item.slot]);
-    release_item(item);
   }
 
   CUTE_DEVICE static int next_slot(const Item& item) {

@@ -24,7 +24,6 @@ struct HopperSegment : KernelSegment {
   SoftCap cap;        // of kernels with Traits::kCaps
 };
 
-// Segment of kernels that convert their operands.
 struct ConversionSegment : HopperSegment {
   RotaryFrequencies rotary;  // all 0 without RoPE
 };

@@ -1,5 +1,5 @@
-// The compile-time shape of one fa3 kernel: roles, tiles, registers, layouts. Its one type
-// parameter is the variant's generated type. README.md beside this file explains the whole kernel.
+// The compile-time shape of one fa3 kernel: roles, tiles, registers, layouts. README.md beside this
+// file explains the whole kernel.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -24,13 +24,13 @@ inline constexpr int kOtherBytes = 2048;            // barriers, items
 template <class Element>
 inline constexpr int kBlockColumns = kBlockRowBytes / sizeof(Element);
 
+// V: the variant's generated type.
 template <class V>
 struct ForwardTraits {
   static constexpr Variant kVariant = V::kVariant;
   static constexpr TileShape kTile = V::kTile;
 
-  // True if operands in memory may be 8-bit or not yet rotated: producers load and convert K and V,
-  // consumers Q.
+  // True if operands in memory may be 8-bit or not yet rotated.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   // True if 8-bit operands are multiplied as stored, with V transposed (transpose_values.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
@@ -45,8 +45,8 @@ struct ForwardTraits {
   // True if the softmax adds up P before it is rounded, for an LSE. It takes 4 % of a tile's clocks
   // (measured in a mock).
   static constexpr bool kAddsWeights = !requires { V::kWithoutLse; };
-  static constexpr bool kHasFactors = kConverts || kTransposesV;
-  static constexpr bool kChoosesOutput = kConverts || kTransposesV;
+  // True if the caller may pass factors of heads and choose O's dtype.
+  static constexpr bool kTakes8Bits = kConverts || kTransposesV;
 
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // True if soft cap, bias and mask bits are options of the launch.
@@ -98,7 +98,6 @@ struct ForwardTraits {
   static constexpr bool kSliced = kClusterSize > 1 || (kConverts && kHeadVo > 128);
   static constexpr int kSliceColumns = 128;
   static constexpr int kSliceSlots = kClusterSize == 1 ? 8 : kConverts ? 4 : 5;  // as many as fit
-  static constexpr int kSlicesK = kHeadQk / kSliceColumns;
   static constexpr int kSlicesV = kPartVo / kSliceColumns;
   static constexpr int kSliceElements = kTileN * kSliceColumns;
   static_assert(!kSliced || (kHeadQk % kSliceColumns == 0 && kSlicesV == 2));
@@ -116,8 +115,7 @@ struct ForwardTraits {
   // Rows arrive in whole blocks: 64 columns of 8 bits and 64 zeros.
   static constexpr int kRowQk = std::max(kHeadQk, kBlockColumns<ElementKv>);
   static constexpr int kRowVo = std::max(kHeadVo, kBlockColumns<ElementKv>);
-  static constexpr int kBlocksQ = kRowQk / kBlockColumns<ElementQ>;
-  static constexpr int kBlocksK = kRowQk / kBlockColumns<ElementKv>;
+  static constexpr int kBlocksQk = kRowQk / kBlockColumns<ElementKv>;
   static constexpr int kBlocksV = kRowVo / kBlockColumns<ElementKv>;
   static constexpr int kBlocksO = kPartVo / kBlockColumns<ElementO>;
   static_assert(kRowQk % kBlockColumns<ElementKv> == 0 && kRowVo % kBlockColumns<ElementKv> == 0);
@@ -126,8 +124,7 @@ struct ForwardTraits {
   // Most TMA boxes of a K or V tile, of 8 rows or more. Each lane finds one box's coordinates.
   static constexpr int kMaxBoxes = kTileN / 8;
 
-  // True if a producer warp announces the full and partial tiles of a custom mask
-  // (mask_tile_pipeline.cuh).
+  // True if a producer warp announces tiles (mask_tile_pipeline.cuh).
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 
@@ -158,7 +155,7 @@ struct ForwardTraits {
   static constexpr int kBytesKv = kTileN * (kRowQk + kHeadVo + kRowSumColumns) * sizeof(ElementKv);
   static constexpr int kBytesO = kConsumerWarps * kWarpRows * kBlockRowBytes;
   // A thread's part of O: two columns of each of its rows. The float32 sums of the first
-  // kSharedSums parts lie in shared memory, those of the others in registers.
+  // kSharedSums parts lie in shared memory: beside S, P and O the registers have no room for all.
   static constexpr int kPartsO = (kPartVo + kRowSumColumns) / 8;
   static constexpr int kSharedSums = kTransposesV && kPartVo > 64 ? kPartsO - 8 : 0;
   // V as it arrives, and O's sums.
@@ -210,7 +207,7 @@ struct ForwardTraits {
   // True if ALiBi's bias is one more step of S = Q K^T (AlibiProduct), in bfloat16 for its range.
   // Wider products leave time for an FMA a score; a soft cap or factors come before the bias.
   static constexpr bool kBiasByProduct =
-      kVariant.position == Position::kAlibi && !kCaps && !kHasFactors && kHeadQk <= 128;
+      kVariant.position == Position::kAlibi && !kCaps && !kTakes8Bits && kHeadQk <= 128;
   using MmaBias = decltype(make_tiled_mma(
       GMMA::rs_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<kTileN>, _16>>()));
   using LayoutSteps =
@@ -218,19 +215,18 @@ struct ForwardTraits {
   using BiasSteps = array_aligned<bfloat16_t, kTileN * 16, 128>;
 
   // Blocks of kBlockColumns, each with all rows of the tile: the layout that TMA boxes write.
-  using AtomQ = GMMA::Layout_K_SW128_Atom<ElementQ>;
-  using AtomK = GMMA::Layout_K_SW128_Atom<ElementKv>;
-  using AtomV = conditional_t<kTransposesV, GMMA::Layout_K_SW128_Atom<ElementKv>,
-                              GMMA::Layout_MN_SW128_Atom<ElementKv>>;
+  using AtomQk = GMMA::Layout_K_SW128_Atom<ElementKv>;
+  using AtomV = conditional_t<kTransposesV, AtomQk, GMMA::Layout_MN_SW128_Atom<ElementKv>>;
   using StepV = conditional_t<kTransposesV, Step<_1, _2, _3>, Step<_2, _1, _3>>;
   using LayoutQ =
-      decltype(tile_to_shape(AtomQ{}, Shape<Int<kTileM>, Int<kRowQk>, Int<kQStages>>{}));
-  using LayoutK = decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kRowQk>, Int<kStages>>{}));
+      decltype(tile_to_shape(AtomQk{}, Shape<Int<kTileM>, Int<kRowQk>, Int<kQStages>>{}));
+  using LayoutK =
+      decltype(tile_to_shape(AtomQk{}, Shape<Int<kTileN>, Int<kRowQk>, Int<kStages>>{}));
   using LayoutV = decltype(tile_to_shape(
       AtomV{}, Shape<Int<kHeadVo + kRowSumColumns>, Int<kTileN>, Int<kStages>>{},
       StepV{}));  // V^T: (d_vo, tile_n, stages)
   using LayoutSliceK =
-      decltype(tile_to_shape(AtomK{}, Shape<Int<kTileN>, Int<kSliceColumns>, Int<kSliceSlots>>{}));
+      decltype(tile_to_shape(AtomQk{}, Shape<Int<kTileN>, Int<kSliceColumns>, Int<kSliceSlots>>{}));
   using LayoutSliceV = decltype(tile_to_shape(
       AtomV{}, Shape<Int<kSliceColumns>, Int<kTileN>, Int<kSliceSlots>>{}, StepV{}));
 };

@@ -3,7 +3,10 @@
 // products may read the rows.
 #pragma once
 
-#include "kernels/sm90/forward_convert.cuh"
+#include "kernels/common/lane_angles.cuh"
+#include "kernels/common/swizzle.cuh"
+#include "kernels/sm90/forward_params.cuh"
+#include "kernels/sm90/shared_storage.cuh"
 
 namespace preflash::sm90 {
 
@@ -133,7 +136,6 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
             if (kRotates) angles_of(first_row + group * kRowsAtOnce, unit).rotate(low, high);
           }
         });
-        // sm_scale <= 0 is applied through Q's sign (LogitsParams).
         float factors[kGroup];
         CUTE_UNROLL
         for (float& factor : factors) factor = params.logits.q_factor;
@@ -156,7 +158,7 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       }
     }
   }
-  // Columns of a unit in the order of rotated slices of K (load_converted_slices.cuh).
+  // Columns of a unit in the order of rotated slices of K (ConvertedSlices).
   CUTE_DEVICE static PairColumns columns_in_slices(int unit) {
     constexpr int kHalf = Traits::kSliceColumns / 2;
     const int low = unit * kLanePairs / kHalf * 2 * kHalf + unit * kLanePairs % kHalf;

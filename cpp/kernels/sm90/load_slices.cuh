@@ -45,7 +45,7 @@ struct KvSliceLoader : Copies {
 };
 
 // Slices as TMA boxes.
-template <class Traits, class Writer = SliceWriter<Traits>>
+template <class Traits, class Writer>
 struct SliceBoxes {
   static constexpr int kBlocks = Traits::kSliceColumns / kBlockColumns<typename Writer::Element>;
 
@@ -94,7 +94,7 @@ struct SliceBoxes {
 // ones announce themselves.
 // NOTE: consumers may wait for the slice in flight, so the next slot must come free without it. The
 // slots of a tile's last slice of K and of V come free, at the latest, two slices behind.
-template <class Traits, class Writer = SliceWriter<Traits>, int kWarps = kWarpgroupWarps>
+template <class Traits, class Writer, int kWarps = kWarpgroupWarps>
 struct SliceRows : GatherLoader<Traits, Writer, Writer, kWarps> {
   using Base = GatherLoader<Traits, Writer, Writer, kWarps>;
   using Element = typename Writer::Element;

@@ -5,11 +5,9 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "kernels/sm90/tile_ring.cuh"
-#include "kernels/sm90/tile_stream.cuh"
 
 namespace preflash::sm90 {
 
-// One warp loads Q.
 template <class Traits>
 struct QLoader {
   const ParamsOf<Traits>& params;
@@ -30,7 +28,7 @@ struct QLoader {
     using Element = typename Traits::ElementQ;
     const bool narrow = Traits::kConverts && size_of(segment.q_dtype) == 1;
     const int columns = narrow ? kBlockRowBytes : kBlockColumns<Element>;
-    const int blocks = narrow ? ceil_div(Traits::kHeadQk, kBlockRowBytes) : Traits::kBlocksQ;
+    const int blocks = narrow ? ceil_div(Traits::kHeadQk, kBlockRowBytes) : Traits::kBlocksQk;
     TransactionBarrier& full = smem.barriers.q.full[write.index()];
     auto* q = smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
     int box_rows = segment.box.q_heads * segment.box.q_tokens;
@@ -149,8 +147,8 @@ CUTE_DEVICE void load_boxes(const KvMaps& maps, TMA::CacheHintSm90 hint, int box
   });
 }
 
-// One warp loads the tiles of one operand as TMA boxes.
-template <class Traits, Operand kOperand, class Writer = TileWriter<Traits, kOperand>>
+// One warp loads the tiles of one operand as TMA boxes. Writer: TileWriter or RawTile.
+template <class Traits, class Writer>
 struct TmaLoader {
   const ParamsOf<Traits>& params;
   Writer write;
@@ -161,7 +159,7 @@ struct TmaLoader {
   CUTE_DEVICE void load_item(const ItemState& state, auto& tiles, const auto& after_first) {
     const ItemKeys item = ItemKeys::of(state);
     const HopperSegment& segment = params.segment(item.segment);
-    const KvMaps& maps = Writer::kIsK ? segment.maps.k : segment.maps.v;
+    const KvMaps& maps = Writer::Source::kIsK ? segment.maps.k : segment.maps.v;
     // The keys of a decode batch are read once. Without the hint they would evict data from the L2
     // that is read again: the prefill's keys, the page table, the next kernel's inputs.
     const bool once = state.request.qo_len * segment.group_size <= segment.rows_per_tile;
@@ -170,7 +168,7 @@ struct TmaLoader {
     for_each_tile(tiles, state, look_up, [&](const TmaCoordinates& boxes, bool is_first) {
       write.wait();
       load_boxes<Traits, Writer::kBlocks>(maps, hint, segment.box.kv_rows, boxes, item.kv_head, 0,
-                                          write, !Writer::kIsK);
+                                          write, !Writer::Source::kIsK);
       write.next.advance();
       if (is_first) after_first();
     });

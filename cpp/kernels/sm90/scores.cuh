@@ -1,10 +1,188 @@
-// Operations on a tile's scores between Q K^T and the mask: factors of heads, the soft cap, the
-// bias of a position encoding.
+// Operations on a tile's scores between Q K^T and the mask: factors of heads, the soft cap
+// (soft_cap.cuh), and the bias of a position encoding, a policy, of which ScoreBias is the
+// variant's:
+//
+//   of()        the rows of one item, in a thread's registers
+//   issue()     has the tensor core add what differs among a thread's scores of a row, or nothing
+//   add_to()    adds that where issue() does not; add_to_first(), what else in an item's first
+//               tile, behind which issue() begins
+//   shift()     the rest of a tile's bias, the same for all of a thread's scores of a row
+//   missing()   what both leave out of all of a row's logits: the LSE needs it
 #pragma once
 
-#include "kernels/sm90/score_bias.cuh"
+#include "kernels/sm90/forward_mask.cuh"
+#include "kernels/sm90/warpgroup_mma.cuh"
+#include "preflash/alibi.h"
 
 namespace preflash::sm90 {
+
+// ALiBi: slope * (key - token) on top of each logit, for the rows of one item. In units of x that
+// is coefficient * (key - token), since x * scale_log2 is the logit in base 2.
+//
+// The distance counts from the row's last key in place of its token. That takes a constant from
+// all of a row's logits, which only the LSE shows (missing()), and lets the keys that matter have
+// small biases even in the last row of a long context.
+//
+// The distance of a key is a constant of its column, one FMA for each score, and the rest, which is
+// the same for all of a thread's scores of a row: the softmax adds it to their origin.
+//
+// Rounding: distances are exact, as integers, and as floats up to 2^24. The product of slope and
+// distance and the difference to the origin are rounded once each, in the exponents of a whole tile
+// alike: 2^-23 of slope * distance, below 1e-3 up to 2^13. A key further away in that sense has no
+// weight beside the last ones. Rounding the slope itself tilts a row by less than that.
+template <class Traits>
+struct AlibiBias {
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  float coefficient[Coordinates::kRows];
+  int distance[Coordinates::kRows];  // of the thread's first column of tile 0, from the last key
+
+  // Each lane computes one of the warp's rows; a quad reads its two from there.
+  CUTE_DEVICE static AlibiBias of(const Coordinates& coordinates) {
+    const HopperSegment& params = coordinates.params;
+    PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
+    int head = query_head(params, coordinates.state.item, packed);
+    float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;
+    if (Traits::kOptionsAtRunTime && params.position != Position::kAlibi) slope = 0.0f;
+    // The keys of a custom mask usually end at the diagonal too.
+    MaskBounds bounds = coordinates.bounds();
+    bounds.causal |= params.mask == Mask::kCustom;
+    int last_key = bounds.end_key(packed.token) - 1;
+    AlibiBias bias;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      int lane = lane_id() / 4 + r * 8;
+      bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
+      bias.distance[r] = Coordinates::first_column() - __shfl_sync(0xffffffffu, last_key, lane);
+    }
+    return bias;
+  }
+
+  CUTE_DEVICE static void issue(SharedStorage<Traits>&, auto&) {}
+  // Adds what differs among a thread's scores of a row: nothing to its first column.
+  CUTE_DEVICE void add_to(auto&& scores) const {
+    CUTE_UNROLL
+    for (int c = 1; c < size<1>(scores); ++c) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(scores); ++r) {
+        float step = Coordinates::column_step(c);
+        scores(r, c) = fmaf(coefficient[r], step, scores(r, c));
+      }
+    }
+  }
+  // An item's first tile may hold the request's tail, whose keys stand further right.
+  CUTE_DEVICE void add_to_first(const Coordinates& coordinates, auto&& scores) const {
+    auto tail = coordinates.tail();
+    if (tail.shift == 0) return;
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(scores); ++r) {
+      float excess = coefficient[r] * static_cast<float>(tail.shift);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(scores); ++c) {
+        if (tail.holds(Coordinates::column(c))) scores(r, c) -= excess;
+      }
+    }
+  }
+
+  // Returns the bias that a tile's scores leave out: that of the thread's first column.
+  CUTE_DEVICE RowShift shift(int tile) const {
+    RowShift shift;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      int first_key = own_tile<Traits>(tile) * Traits::kTileN;
+      shift.row[r] = coefficient[r] * static_cast<float>(first_key + distance[r]);
+    }
+    return shift;
+  }
+  // Returns the bias that all of a row's logits lack: that of its last key, from the row's token,
+  // or from key 0 if the row maximum is output.
+  CUTE_DEVICE RowShift missing(const Coordinates& coordinates) const {
+    RowShift shift;
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      int last_key = Coordinates::first_column() - distance[r];
+      bool from_token = coordinates.params.lse.form == LseForm::kLogSum;
+      int origin = from_token ? coordinates.token(r) : 0;
+      shift.row[r] = coefficient[r] * static_cast<float>(last_key - origin);
+    }
+    return shift;
+  }
+};
+
+// ALiBi's column part by the tensor core in place of add_to(), from an item's second tile on: FMAs
+// would delay the products and the exponentials.
+// A row of the A operand is the row's coefficient in three parts of 8 bits, which hold its 24 bits
+// exactly. A row of the B operand repeats the column's step, an integer below 2^8. So the products
+// are exact, and the accumulator rounds them as it rounds those of Q and K.
+template <class Traits>
+struct AlibiProduct : AlibiBias<Traits> {
+  using Coordinates = ScoreCoordinates<Traits>;
+  using Base = AlibiBias<Traits>;
+
+  std::uint32_t parts[Coordinates::kRows];  // two columns of the A operand
+
+  CUTE_DEVICE static AlibiProduct of(const Coordinates& coordinates) {
+    AlibiProduct bias{Base::of(coordinates), {}};
+    CUTE_UNROLL
+    for (int r = 0; r < Coordinates::kRows; ++r) {
+      // Lane i of a quad has part i. Nothing is left for lane 3.
+      float part = bias.coefficient[r];
+      CUTE_UNROLL
+      for (int i = 0; i < 3; ++i) {
+        float first = __uint_as_float(__float_as_uint(part) & 0xffff0000u);
+        if (i < lane_id() % 4) part -= first;
+      }
+      bias.parts[r] = __float_as_uint(part) >> 16;
+    }
+    return bias;
+  }
+  CUTE_DEVICE static void fill_steps(SharedStorage<Traits>& smem) {
+    for (int i = threadIdx.x; i < Traits::kTileN * 16; i += Traits::kThreads) {
+      int column = i % Traits::kTileN;
+      steps(smem)(column, i / Traits::kTileN) = bfloat16_t(column / 8 * 8 + column % 2);
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  // tSrS: the accumulator of Q K^T, which may be in flight.
+  CUTE_DEVICE void issue(SharedStorage<Traits>& smem, auto& tSrS) const {
+    typename Traits::MmaBias mma;
+    Tensor a = make_tensor<bfloat16_t>(Shape<Shape<_2, _2, _2>, _1, _1>{});  // (MMA, MMA_M, MMA_K)
+    Tensor words = recast<std::uint32_t>(a);
+    CUTE_UNROLL
+    for (int i = 0; i < size(words); ++i) words(i) = i < Coordinates::kRows ? parts[i] : 0u;
+    Tensor b = mma.get_slice(0).partition_fragment_B(steps(smem));
+    multiply_async(mma, a, b, tSrS, GMMA::ScaleOut::One);
+  }
+  CUTE_DEVICE static void add_to(auto&&) {}
+  CUTE_DEVICE void add_to_first(const Coordinates& coordinates, auto&& scores) const {
+    Base::add_to(scores);
+    Base::add_to_first(coordinates, scores);
+  }
+
+ private:
+  // (n, 16)
+  CUTE_DEVICE static auto steps(SharedStorage<Traits>& smem) {
+    return make_tensor(make_smem_ptr(smem.bias_steps.data()), typename Traits::LayoutSteps{});
+  }
+};
+
+template <class Traits>
+struct NoBias {
+  using Coordinates = ScoreCoordinates<Traits>;
+
+  CUTE_DEVICE static NoBias of(const Coordinates&) { return {}; }
+  CUTE_DEVICE static void issue(SharedStorage<Traits>&, auto&) {}
+  CUTE_DEVICE static void add_to(auto&&) {}
+  CUTE_DEVICE static void add_to_first(const Coordinates&, auto&&) {}
+  CUTE_DEVICE static NoShift shift(int) { return {}; }
+  CUTE_DEVICE static NoShift missing(const Coordinates&) { return {}; }
+};
+
+template <class Traits>
+using ScoreBias = conditional_t<Traits::kBiasByProduct, AlibiProduct<Traits>,
+                                conditional_t<Traits::kVariant.position == Position::kAlibi,
+                                              AlibiBias<Traits>, NoBias<Traits>>>;
 
 // The factors of one item's rows: of heads, with 8-bit queries and keys, and the powers of two of
 // narrowed rows of Q.
@@ -18,7 +196,7 @@ struct HeadFactors {
   // of_query(r): of row r of Q.
   CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
     HeadFactors factors{};
-    if constexpr (Traits::kHasFactors) {
+    if constexpr (Traits::kTakes8Bits) {
       const RunExtras& extras = coordinates.params.extras;
       float of_k = 1.0f;
       if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
@@ -35,7 +213,7 @@ struct HeadFactors {
   }
 
   CUTE_DEVICE void apply(auto&& scores) const {
-    if constexpr (Traits::kHasFactors) {
+    if constexpr (Traits::kTakes8Bits) {
       if (any) for_each_element(scores, [&](int r, int, float& x) { x *= row[r]; });
     }
   }
@@ -68,7 +246,6 @@ struct Scores {
     }
     bias.add_to(scores);
   }
-  // Finishes an item's first tile.
   CUTE_DEVICE void finish_first(const HopperSegment& segment, const Coordinates& coordinates,
                                 auto&& scores) const {
     if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(scores, segment.logits);

@@ -43,31 +43,19 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 inline constexpr int kItemSlots = 4;
 
-// The barriers of a ring of buffers, named by the event that they announce. Who arrives:
-//   full    one producer thread (and the bytes of its TMA), or one lane of each warp that gathers,
-//           converts, or transposes V; at a raw ring in front of these the same, or of rows that
-//           are copied as they are stored every thread; of items and announced tiles one thread
-//   empty   one lane of each warp that has read the buffer; of items every such thread
+// The barriers of a ring of buffers, named by the event that they announce. README.md ("Barriers
+// and phases") says who arrives.
 template <int kSlots, class Full = TransactionBarrier>
 struct Ring {
   Full full[kSlots];
   Barrier empty[kSlots];
 
-  // Initialises the barriers with their numbers of arrivals.
-  CUTE_DEVICE void init(int announce, int release) {
+  CUTE_DEVICE void init(int arrivals_at_full, int arrivals_at_empty) {
     for (int i = 0; i < kSlots; ++i) {
-      full[i].init(announce);
-      empty[i].init(release);
+      full[i].init(arrivals_at_full);
+      empty[i].init(arrivals_at_empty);
     }
   }
-};
-
-template <int kQStages, int kStages>
-struct Barriers {
-  Ring<kQStages> q;
-  Ring<kStages> k;
-  Ring<kStages> v;
-  Ring<kItemSlots, Barrier> item;
 };
 
 // Hardware barriers among the consumer warpgroups w.
@@ -104,14 +92,13 @@ struct alignas(16) TmaCoordinates {
   int r;
 };
 
-// Tables of launches with RoPE.
 template <class Traits>
 struct RotaryTables {
   std::uint64_t frequency[Traits::kPairs];  // RotaryFrequencies
   Rotation row_step[Traits::kPairs];        // from a key to the next that the same lane rotates
 };
 
-// State of kernels with raw tiles or slices (load_raw_tiles.cuh).
+// State of kernels with raw tiles or slices (load_converted.cuh).
 template <class Traits>
 struct ConversionState {
   Ring<2> ring;                       // of the raw tiles of K and of V, or of raw slices
@@ -150,7 +137,7 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (paired_operands.cuh).
+// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (PairedOperands).
 template <class Traits>
 struct PairState {
   // full: a message is in this warp's mailbox. empty: the other CTA's warp has read its own.
@@ -182,7 +169,11 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   alignas(1024) ElementO o[Traits::kConsumerWarps][kWarpRows * kBlockColumns<ElementO>];
   ItemState items[kItemSlots];
   TmaCoordinates boxes[3][Traits::kMaxBoxes];  // of what each loading warp is issuing
-  Barriers<Traits::kQStages, Traits::kStages> barriers;
+  struct {
+    Ring<Traits::kQStages> q;
+    Ring<Traits::kStages> k, v;
+    Ring<kItemSlots, Barrier> item;
+  } barriers;
   conditional_t<Traits::kSliced, SliceState<Traits>, Nothing> slice;
   conditional_t<Traits::kHasMaskBits, MaskTileSlots<Traits>, Nothing> kept;
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
@@ -203,16 +194,24 @@ CUTE_DEVICE void release(Barrier& empty) {
   if (lane_id() == 0) empty.arrive();
 }
 
+// Announces what the warp has written.
+// NOTE: it writes through the generic proxy, and wgmma reads through the async one. No lane's next
+// copy may overwrite what another lane still reads.
+CUTE_DEVICE void publish_writes(Barrier& full) {
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  release(full);
+}
+
 // Orders memory accesses for the compiler. NOTE: CUTLASS's barriers and fences do not.
 CUTE_DEVICE void order_memory_accesses() { asm volatile("" ::: "memory"); }
 
 // Tells the compiler that all lanes hold the same value, which then stays in uniform registers.
 CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The state of a pipeline: the stage to use next and its barrier's phase. A reader waits for
-// `phase`; a writer, which finds all buffers empty at first, for `phase ^ 1`. Consumer warps keep
-// stage and phase apart, which makes their loop shorter; producer warps have few registers and
-// derive both from one counter.
+// The state of a pipeline: the stage to use next and its barrier's phase. Consumer warps keep both,
+// which makes their loop shorter; producer warps have few registers and derive both from one
+// counter.
 template <int kSize>
 struct ConsumerPipelineState {
   int stage = 0;

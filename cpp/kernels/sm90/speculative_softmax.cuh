@@ -6,10 +6,8 @@
 // The row sums, which the softmax needs anyway, show whether the speculation failed: if a thread's
 // part of a row sum exceeds max_sum(), the reference of that row moves to its true row max, O is
 // rescaled, and the tile's exponentials are computed again. The scores are still there, because P
-// has registers of its own.
-//
-// A row's result does not depend on the rows beside it: only its own sum decides whether its
-// reference moves, and computing a tile again with the same reference gives the same bits.
+// has registers of its own. Computing a tile again with the same reference gives the same bits, so
+// a row's result does not depend on the rows beside it.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -114,8 +112,21 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       maxima(scores, shift, tile_max);
       init_row_max(tile_max);
     }
+    const float scale_log2 = segment.logits.scale_log2;
+    const float max_sum = segment.max_sum;
     float tile_sum[kRows];
-    speculate(scores, shift, p, tile_sum, out, segment);
+    exponentiate(scores, shift, p, tile_sum, scale_log2);
+    bool moves[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
+    if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
+      float tile_max[kRows];
+      maxima(scores, shift, tile_max);
+      bool moved = move(tile_max, out, moves, scale_log2);
+      if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
   }
 
   // The factor that converts a sum relative to `from` into one relative to `to`.
@@ -193,7 +204,6 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // is set. Returns true if a reference of the warp has moved.
   CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto& out, const bool (&moves)[kRows],
                         float scale_log2) {
-    using namespace cute;
     bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -207,29 +217,12 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       reference[r] = next;
       sum[r] *= factor;
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= factor;
     }
     return __any_sync(0xffffffffu, moved);
   }
 
  private:
-  CUTE_DEVICE void speculate(const auto& scores, const auto& shift, auto& p,
-                             float (&tile_sum)[kRows], auto& out, const auto& segment) {
-    const float scale_log2 = segment.logits.scale_log2;
-    const float max_sum = segment.max_sum;
-    exponentiate(scores, shift, p, tile_sum, scale_log2);
-    bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
-    if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
-      float tile_max[kRows];
-      maxima(scores, shift, tile_max);
-      bool moved = move(tile_max, out, moves, scale_log2);
-      if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
-  }
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
   CUTE_DEVICE void init_row_max(const float (&tile_max)[kRows]) {
     bool missing = false;

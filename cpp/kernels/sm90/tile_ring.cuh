@@ -1,8 +1,8 @@
-// The rings of K and V as producer warps fill them: whole tiles of each, or slices of both.
+// The rings of K and V as producer warps fill them: whole tiles of each, or slices of both; and the
+// KV tiles of one item as every loading warp takes them, from the highest keys down.
 #pragma once
 
-#include "kernels/sm90/forward_params.cuh"
-#include "kernels/sm90/shared_storage.cuh"
+#include "kernels/sm90/mask_tile_pipeline.cuh"
 
 namespace preflash::sm90 {
 
@@ -30,7 +30,7 @@ struct TileWriter {
   static constexpr bool kIsRaw = false;                                 // RawTile is
   static constexpr bool kIsTurned = !kIsK && Traits::kTransposesV;      // arrives as it is stored
   static constexpr int kHead = kIsK ? Traits::kRowQk : Traits::kRowVo;  // columns of a row
-  static constexpr int kBlocks = kIsK ? Traits::kBlocksK : Traits::kBlocksV;
+  static constexpr int kBlocks = kIsK ? Traits::kBlocksQk : Traits::kBlocksV;
 
   SharedStorage<Traits>& smem;
   ProducerPipelineState<Traits::kStages> next = {};
@@ -72,6 +72,65 @@ struct SliceWriter {
 template <class Traits>
 CUTE_DEVICE int slices_of_k(const HopperSegment& params) {
   return ceil_div(params.head_dim_qk, Traits::kSliceColumns);
+}
+
+// Comes after the tile of an item's lowest keys. It holds no key, so that looking it up is allowed.
+inline constexpr int kNoTile = -1;
+
+// All tiles that the bounds leave.
+template <class Traits, class Announces>
+struct DenseTileStream {
+  int begin;
+  int tile;
+
+  CUTE_DEVICE DenseTileStream(SharedStorage<Traits>&, Announces&) {}
+
+  CUTE_DEVICE int first(const ItemState& state) {
+    begin = warp_uniform(state.tiles.begin);
+    return tile = warp_uniform(state.tiles.end) - 1;
+  }
+  CUTE_DEVICE int next() { return tile = tile > begin ? tile - 1 : kNoTile; }
+};
+
+// The tiles that are announced. Announces: what this warp itself announces (forward_kernel.cuh).
+template <class Traits, class Announces>
+struct MaskTileStream {
+  SharedStorage<Traits>& smem;
+  Announces& announces;
+  MaskTileConsumer<ProducerPipelineState<Traits::kTileSlots>> reader = {};
+  bool is_last;  // the tile taken last
+
+  CUTE_DEVICE MaskTileStream(SharedStorage<Traits>& smem, Announces& announces)
+      : smem(smem), announces(announces) {}
+
+  CUTE_DEVICE int first(const ItemState&) { return take(); }
+  CUTE_DEVICE int next() { return is_last ? kNoTile : take(); }
+
+ private:
+  CUTE_DEVICE int take() {
+    announces.announce_tile();
+    MaskTile tile = reader.take(smem);
+    is_last = tile.is_last();
+    return tile.index();
+  }
+};
+
+template <class Traits, class Announces>
+using TileStream = conditional_t<Traits::kHasMaskBits, MaskTileStream<Traits, Announces>,
+                                 DenseTileStream<Traits, Announces>>;
+
+// Calls load(look_up(tile), is_first) for each tile of an item. The lookup runs a tile ahead.
+CUTE_DEVICE void for_each_tile(auto& tiles, const ItemState& state, const auto& look_up,
+                               const auto& load) {
+  int tile = tiles.first(state);
+  auto found = look_up(tile);
+  for (bool is_first = true; tile != kNoTile; is_first = false) {
+    const int next = tiles.next();
+    auto ahead = look_up(next);
+    load(found, is_first);
+    tile = next;
+    found = ahead;
+  }
 }
 
 }  // namespace preflash::sm90

@@ -99,10 +99,7 @@ CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
             __syncwarp();
             release(smem.raw_ring.empty[stage]);
           });
-      // NOTE: stmatrix writes through the generic proxy and wgmma reads through the async one.
-      cutlass::arch::fence_view_async_shared();
-      __syncwarp();
-      release(smem.barriers.v.full[stage]);
+      publish_writes(smem.barriers.v.full[stage]);
       next.advance();
     }
   }

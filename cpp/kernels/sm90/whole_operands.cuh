@@ -1,6 +1,5 @@
 // Q, K and V in whole tiles, as a consumer warpgroup waits for them, multiplies and releases them,
-// and its accumulators. SlicedOperands, PairedOperands and EightBitOperands, in files of
-// their names, have the same hooks:
+// and its accumulators. SlicedOperands, PairedOperands and EightBitOperands have the same hooks:
 //
 //   order_barrier_wait()                 K has arrived, and it is this warpgroup's turn
 //   issue_qk()                           S = Q K^T
