@@ -35,7 +35,7 @@ def test_single(target):
 
 @pytest.mark.parametrize("case", BATCHES, ids=lambda case: case.name)
 def test_batches(target, case):
-    """Also into the buffer of a graph."""
+    """A mask of integers means its bools, also in the buffer of a graph."""
     inputs = build(case, device=target.device)
     for mask in integers(inputs.custom_mask):
         spare = torch.ones(7, dtype=mask.dtype, device=mask.device)

@@ -34,7 +34,7 @@ def test_lengths_that_agree(target):
 
 
 def test_scales_and_outputs_of_single(target):
-    """They mean in the single function what they mean in run()."""
+    """Scales and dtypes of outputs mean in a single call what they mean in run()."""
     inputs = build(SINGLE, device=target.device)
     out, lse = runner.single(inputs, backend=target.backend, q_scale=0.5, k_scale=3.0, v_scale=0.25)
     pipeline = Pipeline(SINGLE.scale * 1.5, out_scale=0.25)

@@ -133,7 +133,7 @@ def soft_caps_that_are_none(wrapper, inputs):
 
 
 def indptr_of_values_and_outputs(wrapper, inputs):
-    """In tokens and in elements, on the host and on the device."""
+    """Plans with offsets of V and O in tokens and in elements, on the host and on the device."""
     runner.plan(wrapper, inputs, v_indptr=None, o_indptr=None)
     for place in {"cpu", inputs.q.device.type}:
         for kv_width, qo_width in ((1, 1), (2 * 64, 4 * 64)):

@@ -92,7 +92,7 @@ def test_lengths_beyond_the_longest_are_cut_off(unread_lengths, monkeypatch):
 
 
 def test_plans_for_the_longest_requests_have_no_copies(request):
-    """Also where the workspace of an exact plan has room for them."""
+    """A plan of upper bounds reads the operands, even where copies would fit the workspace."""
     case = changed(dtype=E4M3, out_dtype=torch.bfloat16, stats=False, spare_length=40)
     with prepass_policy.forced("always"):
         verify(case, SimpleNamespace(device="cpu", backend="cpu"))

@@ -205,7 +205,7 @@ def test_unusual_arrays(target, name):
 
 @pytest.mark.parametrize("hint", ["max_token_per_sequence", "max_sequence_kv", "uniform_q_len"])
 def test_hints_of_repeated_plans(target, hint):
-    """They are compared with the lengths of each plan()."""
+    """Every plan() compares its hints with its lengths."""
     value, wrapper = 64 if hint == "max_sequence_kv" else 3, new_wrapper(target, PAGED)
     same, longer = (with_lengths(PAGED, (n,) * 3, (n + 61,) * 3, target) for n in (3, 4))
     for _ in range(2):

@@ -270,7 +270,7 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):
 
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
 def test_graphs_of_two_launches_keep_their_prefills(target, recorder, monkeypatch, for_graphs):
-    """Several are captured with one decode batch, which has one work list at a time."""
+    """Several prefills are captured with one decode batch, which has one work list at a time."""
     options = {"use_cuda_graph": True, **graph_buffers(target.device)} if for_graphs else {}
     monkeypatch.setattr(pod_plan, "_forced_apart", True)  # unlike batch-invariant sides, may split
     pod, graphs = Pod(target, **options), []

@@ -57,7 +57,7 @@ SHARED = {
 @pytest.mark.parametrize("says", SHARED)
 @pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
 def test_shared_outputs(target, case, says):
-    """Before the first run, and after runs whose launches are remembered."""
+    """run() refuses shared outputs in a first call, and after calls that it remembers."""
     inputs = build(case, device=target.device)
     workspace = runner.workspace(target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, buffer=workspace)

@@ -289,7 +289,7 @@ def test_page_indices_on_the_device_that_were_freed(target):
 
 @on_the_cpu
 def test_page_indices_that_were_overwritten(target):
-    """Before the first run and after others; entries after the last page are not read."""
+    """Indices are checked in the first run and in later ones; those after the last page are not."""
     stage, inputs = staged(target)
     indices, used = stage.buffers["paged_kv_indices_buf"], int(inputs.kv_indptr[-1])
     for page, at in itertools.product((2**30, 90, -1, -(2**31)), (0, used - 1)):

@@ -70,7 +70,7 @@ def sinks(target) -> torch.Tensor:
 
 @pytest.mark.parametrize(("case", *ROW), ROWS)
 def test_run(target, case, argument, value, error, says):
-    """Before the first run, and after one with right values."""
+    """run() refuses the value in a first call, and after a call with right values."""
     inputs, wrapper = planned(case, target)
     for runs_before in (0, 1):
         given = {f"scale_{name}": factors for name, factors in vars(inputs.scales).items()}
