@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._check import validate
-from ._check.arguments import KvCache, Result, RunKeywords, Scale
+from ._check.arguments import KvCache, Result, RunKwargs, Scale
 from ._check.names import tells_nearest
 from ._check.outputs import Outputs
 from ._wrappers.batch_attention import BatchAttention
@@ -100,7 +100,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         return_lse: bool = False,
         lse_base: str = "log2",
         lse_layout: str = "NH",
-        **options: Unpack[RunKeywords],
+        **options: Unpack[RunKwargs],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 

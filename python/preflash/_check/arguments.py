@@ -104,17 +104,7 @@ class Items(NamedTuple):
 NO_ITEMS = Items()
 
 
-class RunArguments(NamedTuple):
-    """Arguments of a run() besides q, k, v and outputs, for runs off the fast path."""
-
-    scales: GivenScales
-    window_left: int | None = None
-    per_head: PerHead = PerHead()
-    sm_scale: Scale = None  # None: the plan's
-    skip_factor: float = 0.0  # checked
-
-
-class RunKeywords(TypedDict, total=False):
+class RunKwargs(TypedDict, total=False):
     """Options that run() of every batch wrapper takes by name alone, None by default."""
 
     scale_q: torch.Tensor | None
@@ -132,7 +122,7 @@ class RunKeywords(TypedDict, total=False):
 
 # Arguments of run() of the batch wrappers, as called, without tensors of the batch and outputs.
 # extra: positional arguments after the tensors.
-_GIVEN = ("extra", "q_scale", "k_scale", "v_scale", "sinks", *RunKeywords.__annotations__)
+_GIVEN = ("extra", "q_scale", "k_scale", "v_scale", "sinks", *RunKwargs.__annotations__)
 RunOptions = namedtuple("RunOptions", _GIVEN, defaults=((), *[None] * (len(_GIVEN) - 1)))
 
 

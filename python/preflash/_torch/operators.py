@@ -15,7 +15,7 @@ import torch
 
 from .. import cascade, page, quantization
 from .._check import dtypes, torch_modes, validate
-from .._check.arguments import GivenScales, KvCache, PerHead, Result, RunArguments
+from .._check.arguments import GivenScales, KvCache, PerHead, Result, RunOptions
 from .._check.calls import ForwardArguments, SingleArguments
 from .._check.outputs import Outputs
 from .._wrappers import single
@@ -114,14 +114,10 @@ def _run(
     outputs: Outputs, name: str, q: torch.Tensor, *kv: torch.Tensor | None, **options: Any
 ) -> Result:
     wrapper, given = _found(name, q, **options)
-    arguments = RunArguments(
-        GivenScales(*map(given.get, GivenScales._fields)),
-        given.get("window_left"),
-        PerHead(*map(given.get, PerHead._fields)),
-        given.get("sm_scale"),
-        given.get("skip_factor", 0.0),
-    )
-    return wrapper._run_with(q, _cache(*kv), arguments, outputs)
+    sm_scale = given.pop("sm_scale", None)
+    skip_factor = given.pop("skip_factor", None)
+    run_options = RunOptions(skip_softmax_threshold_scale_factor=skip_factor, **given)
+    return wrapper._run_with(q, _cache(*kv), run_options, outputs, sm_scale)
 
 
 def _forward(

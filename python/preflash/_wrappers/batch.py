@@ -16,12 +16,11 @@ from .._check import torch_modes, validate
 from .._check.arguments import (
     NO_ITEMS,
     KvCache,
-    PerHead,
     Result,
-    RunArguments,
     RunOptions,
     Scale,
     converted,
+    per_head_of,
     scales_of,
     taken_by_position,
 )
@@ -353,41 +352,42 @@ class BatchPrefillWrapper(EngineAttributes):
         outputs: Outputs,
         sm_scale: Scale = None,
     ) -> Result:
+        """A run() whose positional arguments have names. outputs: not checked."""
         if given.extra:
             validate.nothing_more("run", given.extra)
-        outputs = run_outputs(*outputs)
-        # By name: torch.compile cannot look into the attrgetter of per_head_of().
-        per_head = PerHead(given.sinks, given.scale_q, given.scale_k, given.scale_v)
-        skip_factor = validate.skip_factor(given.skip_softmax_threshold_scale_factor)
-        a = RunArguments(scales_of(given), given.window_left, per_head, sm_scale, skip_factor)
-        return self._run_with(q, kv, a, outputs)
+        return self._run_with(q, kv, given, run_outputs(*outputs), sm_scale)
 
-    def _run_with(self, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
-        """A run() off the fast path: with options, without a default variant, or traced."""
+    def _run_with(
+        self, q: torch.Tensor, kv: KvCache, a: RunOptions, outputs: Outputs, sm_scale: Scale
+    ) -> Result:
+        """A run() off the fast path: with options, without a default variant, or traced. sm_scale:
+        None is the plan's."""
         if torch_modes.traced():
-            return compile_ops.run(self._recorded_name, q, kv, a, outputs)
+            return compile_ops.run(self._recorded_name, q, kv, a, outputs, sm_scale)
+        per_head = per_head_of(a)
+        skip_factor = validate.skip_factor(a.skip_softmax_threshold_scale_factor)
         plan = self._current()
         options = asked = plan.request.options
         if a.window_left is not None:
             window_left = validate.window_left("window_left", a.window_left)
             options = options.replace(window_left=window_left)
-        if a.skip_factor > 0.0:
+        if skip_factor > 0.0:
             options = options.replace(skip_factor=_ANY_FACTOR)
         variant = plan.default_variant
         if variant is None or options is not asked:
             variant = self._select(plan, options)
-            if type(a.window_left) is int and a.skip_factor == 0.0:
+            if type(a.window_left) is int and skip_factor == 0.0:
                 plan.keep_window(a.window_left, variant)
-        if a.per_head.scaled and variant.plan.has_prepass:
-            check_per_head(a.per_head, options, self.device, plan.request.q_given)
+        if per_head.scaled and variant.plan.has_prepass:
+            check_per_head(per_head, options, self.device, plan.request.q_given)
             variant = self._select(plan, prepass.without(options))
-        sm_scale = plan.request.scales.logits
-        if a.sm_scale is not None:
-            sm_scale = softmax_scale(a.sm_scale, options)
-        scales = folded_scales(sm_scale, a.scales, options)
-        memory = a.per_head if a.per_head.given else None
-        if a.skip_factor > 0.0:
-            memory = memory_with(variant, a.per_head, a.skip_factor)
+        logits = plan.request.scales.logits
+        if sm_scale is not None:
+            logits = softmax_scale(sm_scale, options)
+        scales = folded_scales(logits, scales_of(a), options)
+        memory = per_head if per_head.given else None
+        if skip_factor > 0.0:
+            memory = memory_with(variant, per_head, skip_factor)
         result = variant(q, kv, scales, outputs, memory)
         if plan.default_variant is None and options is asked and self._plan is plan:
             # The caller uses run(): begin_forward() is plan() again.

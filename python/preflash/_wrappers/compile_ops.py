@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .._check import dtypes, torch_modes, validate
-from .._check.arguments import KvCache, Result, RunArguments
+from .._check.arguments import KvCache, PerHead, Result, RunOptions, Scale, scales_of
 from .._check.calls import CHECKED_ALONE, ForwardArguments, SingleArguments
 from .._check.options import check_neutral, options_of
 from .._check.outputs import Outputs, outputs_of
@@ -64,13 +64,17 @@ def planned_o_dtype(name: str) -> torch.dtype:
 planned_o_dtype._dynamo_marked_constant = True  # torch.compiler.assume_constant_result
 
 
-def run(name: str, q: torch.Tensor, kv: KvCache, a: RunArguments, outputs: Outputs) -> Result:
+def run(
+    name: str, q: torch.Tensor, kv: KvCache, a: RunOptions, outputs: Outputs, sm_scale: Scale
+) -> Result:
     """run() of the wrapper of this name."""
-    options = _by_type(**a.scales._asdict(), sm_scale=a.sm_scale, **a.per_head._asdict())
+    per_head = {field: getattr(a, field) for field in PerHead._fields}
+    options = _by_type(**scales_of(a)._asdict(), sm_scale=sm_scale, **per_head)
     if a.window_left is not None:
         options["window_left"] = a.window_left
-    if a.skip_factor > 0.0:
-        options["skip_factor"] = a.skip_factor
+    skip_factor = validate.skip_factor(a.skip_softmax_threshold_scale_factor)
+    if skip_factor > 0.0:
+        options["skip_factor"] = skip_factor
     o_dtype = None
     if q.dtype not in dtypes.WIDE_DTYPES and outputs.out is None:
         options["o_dtype"] = o_dtype = planned_o_dtype(name)

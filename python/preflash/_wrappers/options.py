@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from .. import _core
 from .._check import dtypes
-from .._check.arguments import RunKeywords, RunOptions
+from .._check.arguments import RunKwargs, RunOptions
 from .._check.calls import BatchArguments
 from .._check.names import with_nearest
 from .._check.options import check_unserved
@@ -17,11 +17,11 @@ from .plan import Plan
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
-_RUN_KEYWORDS = RunKeywords.__annotations__
+_RUN_KWARGS = RunKwargs.__annotations__
 
 
 def lists_options(run: Run) -> Run:
-    """Shows RunKeywords in the signature of a run() that takes them as **options."""
+    """Shows RunKwargs in the signature of a run() that takes them as **options."""
     options = [
         inspect.Parameter(
             name,
@@ -29,7 +29,7 @@ def lists_options(run: Run) -> Run:
             default=None,
             annotation=getattr(of_type, "__forward_arg__", of_type),
         )
-        for name, of_type in _RUN_KEYWORDS.items()
+        for name, of_type in _RUN_KWARGS.items()
     ]
     return _with_options(run, options)
 
@@ -81,24 +81,24 @@ def check_constructor_options(fixed: Mapping[str, Any], planned: Mapping[str, An
             )
 
 
-def quick_variant(plan: Plan, options: RunKeywords) -> _core.PlannedVariant | None:
+def quick_variant(plan: Plan, options: RunKwargs) -> _core.PlannedVariant | None:
     """Returns the variant of a run() without options, or with a window alone that an earlier run()
     had. None: other options are set, or unknown, or the window is new."""
     window_left = None
     for name, value in options.items():
         if name == "window_left" and type(value) is int:
             window_left = value
-        elif value is not None or name not in _RUN_KEYWORDS:
+        elif value is not None or name not in _RUN_KWARGS:
             return None
     return plan.default_variant if window_left is None else plan.windows.get(window_left)
 
 
-def run_options(wrapper: Any, first: tuple, options: RunKeywords) -> RunOptions:
-    """The options of one run(). first: fields of RunOptions that are not in RunKeywords."""
+def run_options(wrapper: Any, first: tuple, options: RunKwargs) -> RunOptions:
+    """The options of one run(). first: fields of RunOptions that are not in RunKwargs."""
     try:
         given = RunOptions(*first, **options)
     except TypeError:
-        unknown = min(options.keys() - _RUN_KEYWORDS.keys())
+        unknown = min(options.keys() - _RUN_KWARGS.keys())
         says = f"{type(wrapper).__name__}.run() got an unexpected keyword argument {unknown!r}"
         parameters = inspect.signature(wrapper.run).parameters
         raise TypeError(with_nearest(says, parameters)) from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._check import validate
-from .._check.arguments import KvCache, Result, RunKeywords, Scale
+from .._check.arguments import KvCache, Result, RunKwargs, Scale
 from .._check.calls import PagedForwardArguments, PagedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
@@ -203,7 +203,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
         lse_base: str = "log2",
         lse_layout: str = "NH",
         sinks: torch.Tensor | None = None,
-        **options: Unpack[RunKeywords],
+        **options: Unpack[RunKwargs],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._check import validate
-from .._check.arguments import Result, RunKeywords, Scale
+from .._check.arguments import Result, RunKwargs, Scale
 from .._check.calls import RaggedForwardArguments, RaggedPlanArguments
 from .._check.names import tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs, run_outputs
@@ -118,7 +118,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchPrefillWrapper, RaggedEngineAttr
         lse_base: str = "log2",
         lse_layout: str = "NH",
         sinks: torch.Tensor | None = None,
-        **options: Unpack[RunKeywords],
+        **options: Unpack[RunKwargs],
     ) -> Result:
         """Computes one layer of the planned batch on the current stream.
 
