@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/execution_plan.h"
 #include "bindings/fast_call.h"
-#include "bindings/planned_variant.h"
 #include "core/memory_span.h"
 
 namespace preflash {
@@ -21,13 +21,13 @@ namespace {
 
 namespace py = pybind11;
 
-using Shared = std::shared_ptr<PlannedVariant>;
+using Shared = std::shared_ptr<ExecutionPlan>;
 
 // variant(q, kv, scales, outputs, memory), once for each segment.
 PyObject* run(PyObject* self, PyObject* arguments, PyObject* /*by_name*/) {
   try {
     return py::handle(self)
-        .cast<PlannedVariant&>()
+        .cast<ExecutionPlan&>()
         .run(&PyTuple_GET_ITEM(arguments, 0), PyTuple_GET_SIZE(arguments))
         .release()
         .ptr();
@@ -63,7 +63,7 @@ PyObject* upload(PyObject*, PyObject* const* given, Py_ssize_t count) {
     for (const py::handle copy : argument<py::sequence>(given, 2)) {
       add_copy(*variants.front()->workspace(), array_for_buffer(copy), &copies);
     }
-    PlannedVariant::upload(variants, pointer<void>(argument<Address>(given, 1)), std::move(copies));
+    ExecutionPlan::upload(variants, pointer<void>(argument<Address>(given, 1)), std::move(copies));
     if (given[3] == Py_None) Py_RETURN_NONE;
     return PyObject_CallNoArgs(given[3]);
   } catch (...) {
@@ -97,33 +97,33 @@ bool tensors_may_overlap(const Strided& a, const Strided& b) {
 }  // namespace
 
 void bind_run(py::module_& m) {
-  py::class_<PlannedVariant, Shared>(m, "PlannedVariant", py::custom_type_setup(&make_callable))
+  py::class_<ExecutionPlan, Shared>(m, "ExecutionPlan", py::custom_type_setup(&make_callable))
       .def(py::init<py::object, std::shared_ptr<const Plan>, py::tuple>(), py::arg("backend"),
            py::arg("plan"), py::arg("requests"))
-      .def("allocate_in", &PlannedVariant::allocate_in, py::arg("workspace"),
+      .def("allocate_in", &ExecutionPlan::allocate_in, py::arg("workspace"),
            py::arg("where") = nullptr)
       .def("check_run",
-           [](PlannedVariant& variant, const py::args& run) {
+           [](ExecutionPlan& variant, const py::args& run) {
              variant.check(&PyTuple_GET_ITEM(run.ptr(), 0), PyTuple_GET_SIZE(run.ptr()));
            })
-      .def_readwrite("before_run", &PlannedVariant::before_run)
-      .def_property_readonly("backend", &PlannedVariant::backend)
-      .def_property_readonly("plan", [](const PlannedVariant& variant) { return variant.plan(); })
-      .def_property_readonly("plan_buffer", &PlannedVariant::plan_buffer)
-      .def_property_readonly("workspace", &PlannedVariant::workspace)
+      .def_readwrite("before_run", &ExecutionPlan::before_run)
+      .def_property_readonly("backend", &ExecutionPlan::backend)
+      .def_property_readonly("plan", [](const ExecutionPlan& variant) { return variant.plan(); })
+      .def_property_readonly("plan_buffer", &ExecutionPlan::plan_buffer)
+      .def_property_readonly("workspace", &ExecutionPlan::workspace)
       .def_property_readonly("device_stream",
-                             [](const PlannedVariant& variant) {
+                             [](const ExecutionPlan& variant) {
                                return variant.workspace()->device_stream().python();
                              })
       .def_property_readonly("id",
-                             [](const PlannedVariant& variant) { return variant.plan()->id(); })
-      .def_property("requests", &PlannedVariant::requests, &PlannedVariant::set_requests)
+                             [](const ExecutionPlan& variant) { return variant.plan()->id(); })
+      .def_property("requests", &ExecutionPlan::requests, &ExecutionPlan::set_requests)
       .def_property_readonly("request",
-                             [](const PlannedVariant& variant) { return variant.requests()[0]; })
+                             [](const ExecutionPlan& variant) { return variant.requests()[0]; })
       .def_property(
           "shared",
-          [](const PlannedVariant& variant) { return variant.plan_buffer()->shared.load(); },
-          [](PlannedVariant& variant, bool shared) { variant.plan_buffer()->shared = shared; });
+          [](const ExecutionPlan& variant) { return variant.plan_buffer()->shared.load(); },
+          [](ExecutionPlan& variant, bool shared) { variant.plan_buffer()->shared = shared; });
   m.def(
       "order_behind_users",
       [](const std::vector<Shared>& ran, const std::vector<std::shared_ptr<PlanBuffer>>& captured,
@@ -136,7 +136,7 @@ void bind_run(py::module_& m) {
         order_behind_users(buffers, workspace.device_stream());
       },
       py::arg("ran"), py::arg("captured"), py::arg("workspace"));
-  m.def("last_variant", &PlannedVariant::last_variant);
+  m.def("last_variant", &ExecutionPlan::last_variant);
   m.def("may_overlap", &tensors_may_overlap, py::arg("a"), py::arg("b"));
   add_functions(m, {&upload_definition});
 }

@@ -100,7 +100,7 @@ ArrayRole array_role(const std::string& name) {
 
 // A plan that has passed every check and has changed nothing.
 struct RepeatedPlan::NewPlan {
-  std::shared_ptr<PlannedVariant> variant;
+  std::shared_ptr<ExecutionPlan> variant;
   py::object request;
   std::shared_ptr<Batch> batch;
   std::int64_t largest_page;  // -1: not known, or ragged
@@ -114,7 +114,7 @@ RepeatedPlan::RepeatedPlan(py::object call, const py::sequence& roles, py::objec
       graph_(std::move(graph)),
       request_(plan_.attr("request")),
       has_default_(!plan_.attr("default_variant").is_none()),
-      primary_(plan_.attr("primary").cast<std::shared_ptr<PlannedVariant>>()),
+      primary_(plan_.attr("primary").cast<std::shared_ptr<ExecutionPlan>>()),
       workspace_(plan_.attr("workspace").cast<std::shared_ptr<Workspace>>()),
       family_(primary_->backend().attr("family").cast<Family>()),
       float_bytes_(workspace_->float_bytes()),
@@ -313,8 +313,8 @@ std::optional<RepeatedPlan::NewPlan> RepeatedPlan::new_plan(const Arrays& arrays
                                   float_bytes_);
   }
   if (const auto room = workspace_->int_room(); room && plan->int_bytes() > *room) return {};
-  return NewPlan{.variant = std::make_shared<PlannedVariant>(primary_->backend(), std::move(plan),
-                                                             py::make_tuple(of_variant)),
+  return NewPlan{.variant = std::make_shared<ExecutionPlan>(primary_->backend(), std::move(plan),
+                                                            py::make_tuple(of_variant)),
                  .request = request,
                  .batch = found->batch,
                  .largest_page = found->largest_page};
@@ -336,7 +336,7 @@ bool RepeatedPlan::find_buffer(const NewPlan& made, std::shared_ptr<PlanBuffer>*
   if (graph_.is_none()) {
     // The next plan keeps the variants that a graph replays; Python makes it.
     return !buffer->shared && std::ranges::none_of(others, [](py::handle other) {
-      return other.cast<PlannedVariant&>().plan_buffer()->held() != nullptr;
+      return other.cast<ExecutionPlan&>().plan_buffer()->held() != nullptr;
     });
   }
   if (!others.empty()) return false;
@@ -432,7 +432,7 @@ bool RepeatedPlan::again(py::handle wrapper, py::handle call, const py::tuple& b
     copies = copies_for_graphs(arrays, *made->batch);
     if (kv_lengths_are_upper_bounds_) graph_.attr(names().kv_lens) = py::handle(arrays.kv_lens);
   }
-  PlannedVariant::upload({made->variant}, workspace_->device_stream().current(), std::move(copies));
+  ExecutionPlan::upload({made->variant}, workspace_->device_stream().current(), std::move(copies));
   wrapper.attr(names().plan) = plan;
   if (!primary_->plan_buffer()->shared) workspace_->give_back(primary_);
   plan_ = plan;

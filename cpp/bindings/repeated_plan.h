@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "bindings/execution_plan.h"
 #include "bindings/host_arrays.h"
-#include "bindings/planned_variant.h"
 
 namespace preflash {
 
@@ -74,7 +74,7 @@ class RepeatedPlan {
   // plans for others.
   pybind11::object request_, variant_request_;
   bool has_default_;  // the primary variant is that of a run() without options
-  std::shared_ptr<PlannedVariant> primary_;
+  std::shared_ptr<ExecutionPlan> primary_;
   std::shared_ptr<Workspace> workspace_;
   Family family_;
   TensorMemory float_memory_;

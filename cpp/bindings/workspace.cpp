@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include "bindings/planned_variant.h"
+#include "bindings/execution_plan.h"
 #include "bindings/run_memory.h"
 #include "core/device.h"
 
@@ -121,7 +121,7 @@ std::shared_ptr<Workspace> Workspace::beside() {
 
 std::shared_ptr<Buffer> Workspace::int_buffer(std::int64_t bytes) {
   if (given_ != nullptr) return given_;
-  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<PlannedVariant>> spare;
+  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<ExecutionPlan>> spare;
   {
     const std::lock_guard lock(guard_);
     spare.swap(spare_);
@@ -135,9 +135,9 @@ std::shared_ptr<Buffer> Workspace::int_buffer(std::int64_t bytes) {
   return Buffer::allocate(room, device_stream_);
 }
 
-void Workspace::give_back(const std::shared_ptr<PlannedVariant>& variant) {
+void Workspace::give_back(const std::shared_ptr<ExecutionPlan>& variant) {
   if (given_ != nullptr) return;
-  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<PlannedVariant>> spare{
+  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<ExecutionPlan>> spare{
       variant->plan_buffer()->buffer, variant};
   const std::lock_guard lock(guard_);
   spare.swap(spare_);
@@ -170,7 +170,7 @@ std::shared_ptr<Uploader> Workspace::uploader() {
   return uploader_;
 }
 
-std::shared_ptr<RunSettings> Workspace::settings_for(const PlannedVariant& variant) {
+std::shared_ptr<RunSettings> Workspace::settings_for(const ExecutionPlan& variant) {
   auto alike = variant.alike();
   {
     const std::lock_guard lock(guard_);

@@ -17,7 +17,7 @@
 
 namespace preflash {
 
-class PlannedVariant;
+class ExecutionPlan;
 struct RunSettings;
 
 // Python functions of the package for the rare paths of plan() and run().
@@ -111,7 +111,7 @@ class Workspace : public std::enable_shared_from_this<Workspace> {
   std::shared_ptr<Buffer> int_buffer(std::int64_t bytes);
   // Takes back the memory of a variant that no later run uses. NOTE: a run may be under way, for
   // which the memory is kept.
-  void give_back(const std::shared_ptr<PlannedVariant>& variant);
+  void give_back(const std::shared_ptr<ExecutionPlan>& variant);
   // The buffer of a tensor that successive plans use: the same for all of them, so that it knows
   // the streams of all their runs.
   std::shared_ptr<Buffer> buffer_of(const pybind11::object& tensor);
@@ -120,7 +120,7 @@ class Workspace : public std::enable_shared_from_this<Workspace> {
   std::shared_ptr<Uploader> uploader();
   // Settings of the variant's runs: those of the last plan, with the tensors that have passed the
   // checks, if the two plans differ in lengths alone.
-  std::shared_ptr<RunSettings> settings_for(const PlannedVariant& variant);
+  std::shared_ptr<RunSettings> settings_for(const ExecutionPlan& variant);
 
  private:
   std::shared_ptr<const RunFunctions> functions_;
@@ -129,7 +129,7 @@ class Workspace : public std::enable_shared_from_this<Workspace> {
   std::optional<std::int64_t> float_bytes_;
   mutable Guard guard_;  // guards what follows
   // Memory of a replaced plan, and the variant that may still run it.
-  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<PlannedVariant>> spare_;
+  std::pair<std::shared_ptr<Buffer>, std::weak_ptr<ExecutionPlan>> spare_;
   std::map<std::pair<PyObject*, Address>, std::shared_ptr<Buffer>> lent_;
   std::shared_ptr<Uploader> uploader_;
   std::shared_ptr<RunSettings> settings_;

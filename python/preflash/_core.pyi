@@ -438,11 +438,11 @@ class Workspace:
     def allocate(self, num_bytes: int) -> Buffer: ...
     def plan_buffer(self, buffer: Buffer) -> PlanBuffer:
         """Place of one work list at a time in `buffer`, which nothing else uses."""
-    def give_back(self, variant: PlannedVariant) -> None:
+    def give_back(self, variant: ExecutionPlan) -> None:
         """Takes back the memory of a variant that no later run uses. A run may be under way, for
         which the memory is kept."""
 
-class PlannedVariant:
+class ExecutionPlan:
     """A batch, or two in one launch, each a segment with its own tensors, page table, mask and
     options: the kernel, the work list and, once allocated and uploaded, the launches.
 
@@ -478,13 +478,13 @@ class PlannedVariant:
         """The checks of a run alone."""
 
 def order_behind_users(
-    ran: Sequence[PlannedVariant], captured: Sequence[PlanBuffer], workspace: Workspace
+    ran: Sequence[ExecutionPlan], captured: Sequence[PlanBuffer], workspace: Workspace
 ) -> None:
     """Orders the current stream after all earlier uses of the memory of variants and places, but
     for those on streams that are being captured."""
 
 def upload(
-    variants: Sequence[PlannedVariant],
+    variants: Sequence[ExecutionPlan],
     stream: int,
     copies: Sequence[tuple[Any, Any, int]],
     then: Callable[[], object] | None,

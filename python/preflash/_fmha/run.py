@@ -29,12 +29,12 @@ _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 class _Cache(threading.local):
     def __init__(self) -> None:
         # For any lengths up to some; the one used last is the last.
-        self.plans: dict[tuple, _core.PlannedVariant] = {}
+        self.plans: dict[tuple, _core.ExecutionPlan] = {}
         self.workspace = functools.cache(new_workspace)
 
 
 _cache = _Cache()
-_captured: list[_core.PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
+_captured: list[_core.ExecutionPlan] = []  # replayed by CUDA graphs, whose end is not observable
 
 
 def run(call: FmhaCall) -> Result:
@@ -91,7 +91,7 @@ def _run_exact(call: FmhaCall, lengths: FmhaLengths, device_stream: DeviceStream
 
 def _planned(
     call: FmhaCall, batch: _core.Batch, pages: PageList | None, workspace: _core.Workspace
-) -> _core.PlannedVariant:
+) -> _core.ExecutionPlan:
     device_stream, draft_mask, mask = workspace.device_stream, call.given.draft_mask, None
     device = device_stream.device
     if draft_mask is not None:
@@ -141,7 +141,7 @@ def _run_within_bounds(call: FmhaCall, lengths: FmhaLengths, device_stream: Devi
     return result
 
 
-def _attend(call: FmhaCall, lengths: FmhaLengths, variant: _core.PlannedVariant) -> Result:
+def _attend(call: FmhaCall, lengths: FmhaLengths, variant: _core.ExecutionPlan) -> Result:
     q, kv = call.operands.q, call.operands.kv
     out, lse, stats = call.given.out, call.given.lse, None
     converts = dtypes.CORE_DTYPES[call.out_dtype] != variant.request.options.o_dtype

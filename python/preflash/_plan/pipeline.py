@@ -1,10 +1,10 @@
 """The one way from arguments to a launch, for every public function:
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
-plan    Request -> PlannedVariant        here, by a backend of _device.backends
-place   its work list gets memory        _core.PlannedVariant.allocate_in(), from _core.Workspace
-bind    shapes and strides -> launch     _core.PlannedVariant asks _run.variant, _check.tensors
-run     addresses -> result              _core.PlannedVariant
+plan    Request -> ExecutionPlan        here, by a backend of _device.backends
+place   its work list gets memory        _core.ExecutionPlan.allocate_in(), from _core.Workspace
+bind    shapes and strides -> launch     _core.ExecutionPlan asks _run.variant, _check.tensors
+run     addresses -> result              _core.ExecutionPlan
 
 A plan() that differs from the wrapper's last one in index arrays alone, as the steps of an engine
 do, takes one call for all but the last two: _core.plan_again (cpp/bindings/repeated_plan.h).
@@ -41,7 +41,7 @@ def refuse_capture(device_stream: DeviceStream) -> None:
 
 def plan(
     workspace: _core.Workspace, backend: str | Backend, *requests: Request
-) -> _core.PlannedVariant:
+) -> _core.ExecutionPlan:
     """Chooses a kernel and plans one batch, or two in one launch, for the workspace, to which
     nothing is written yet."""
     first = requests[0]
@@ -59,7 +59,7 @@ def plan(
                 f"int_workspace_buffer has {room} bytes; this plan needs {counted.int_bytes} "
                 "(workspace_size tells the sizes beforehand)"
             )
-    return _core.PlannedVariant(backend, counted, requests)
+    return _core.ExecutionPlan(backend, counted, requests)
 
 
 def workspace_size(backend: str, request: Request) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def _with_and_without_prepass(
 
 def made(
     workspace: _core.Workspace, backend: str | Backend, *requests: Request
-) -> _core.PlannedVariant:
+) -> _core.ExecutionPlan:
     """Plans, places and uploads."""
     variant = plan(workspace, backend, *requests)
     variant.allocate_in(workspace)
@@ -100,7 +100,7 @@ def made(
 
 def upload(
     workspace: _core.Workspace,
-    variants: Sequence[_core.PlannedVariant],
+    variants: Sequence[_core.ExecutionPlan],
     *,
     then: Callable[[], None] | None = None,
     copies: Sequence[ArrayCopy] = (),

@@ -29,11 +29,11 @@ _forced_apart = False  # two launches whatever the sides are, for tests
 class TwoLaunches:
     """A launch for each side, one after the other: what no kernel runs as one, or not as fast."""
 
-    def __init__(self, prefill: _core.PlannedVariant, decode: _core.PlannedVariant) -> None:
+    def __init__(self, prefill: _core.ExecutionPlan, decode: _core.ExecutionPlan) -> None:
         self._variants = (prefill, decode)
 
     @property
-    def prefill(self) -> _core.PlannedVariant:
+    def prefill(self) -> _core.ExecutionPlan:
         return self._variants[0]
 
     @property
@@ -67,7 +67,7 @@ class TwoLaunches:
                 results.append(variant(*run))
         return tuple(results)
 
-    def _check_apart(self, sides: list[tuple[str, _core.PlannedVariant, SegmentRun]]) -> None:
+    def _check_apart(self, sides: list[tuple[str, _core.ExecutionPlan, SegmentRun]]) -> None:
         """Raises ValueError if a caller's output shares memory with a tensor of either side."""
         if all(run.outputs.out is None and run.outputs.lse is None for _, _, run in sides):
             return
@@ -100,7 +100,7 @@ class PodPlan(NamedTuple):
     prefill: Request
     decode_options: _core.AttentionOptions
     workspace: _core.Workspace
-    launch: _core.PlannedVariant | TwoLaunches
+    launch: _core.ExecutionPlan | TwoLaunches
 
     @property
     def launches(self) -> int:
@@ -164,7 +164,7 @@ class PodPlanCache:
         self.last = None
         workspace = self._decode._plan.workspace
         for pod_plan in kept.values():
-            if isinstance(pod_plan.launch, _core.PlannedVariant) and not pod_plan.launch.shared:
+            if isinstance(pod_plan.launch, _core.ExecutionPlan) and not pod_plan.launch.shared:
                 workspace.give_back(pod_plan.launch)
 
     # use_cuda_graph=True: plan() changes what a captured run() replays, but for its options.
@@ -172,10 +172,10 @@ class PodPlanCache:
     def joined(self) -> Iterator[tuple[Hashable, PodPlan]]:
         """Captured plans of one launch for both sides, which reads the decode side's lengths."""
         for (key, _), pod_plan in self._captured.items():
-            if isinstance(pod_plan.launch, _core.PlannedVariant):
+            if isinstance(pod_plan.launch, _core.ExecutionPlan):
                 yield key, pod_plan
 
-    def drafts(self, decode: Request) -> list[tuple[Hashable, PodPlan, _core.PlannedVariant]]:
+    def drafts(self, decode: Request) -> list[tuple[Hashable, PodPlan, _core.ExecutionPlan]]:
         """The plans of everything captured, for another decode batch. Changes nothing; what the
         current stream does from now on comes after the runs of other streams."""
         joined, found = list(self.joined()), []
@@ -191,7 +191,7 @@ class PodPlanCache:
         return found
 
     def write(
-        self, drafts: list[tuple[Hashable, PodPlan, _core.PlannedVariant]], decode: Plan
+        self, drafts: list[tuple[Hashable, PodPlan, _core.ExecutionPlan]], decode: Plan
     ) -> None:
         for key, pod_plan, launch in drafts:
             launch.allocate_in(pod_plan.workspace, pod_plan.launch.plan_buffer)
@@ -204,7 +204,7 @@ class PodPlanCache:
 
     def _launch(
         self, prefill: Request, decode: Plan, workspace: _core.Workspace
-    ) -> _core.PlannedVariant | TwoLaunches:
+    ) -> _core.ExecutionPlan | TwoLaunches:
         """The one place that decides whether both sides are one launch. Kernels of both have tiles
         of their own, so that batch-invariant sides are two."""
         sides, name = (prefill, decode.request), self._decode._requested_backend.name

@@ -1,4 +1,4 @@
-"""Runs of planned variants (_core.PlannedVariant): their memory, and the checks C++ asks for."""
+"""Runs of planned variants (_core.ExecutionPlan): their memory, and the checks C++ asks for."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def converted_query(q: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 def memory_with(
-    variant: _core.PlannedVariant, per_head: PerHead, skip_factor: float
+    variant: _core.ExecutionPlan, per_head: PerHead, skip_factor: float
 ) -> _core.RunMemory:
     """Run memory of the plan, with the per-head tensors and skip factor of one run."""
     request = variant.request
@@ -53,12 +53,12 @@ def memory_with(
     )  # fmt: skip
 
 
-def memory_with_mask(variant: _core.PlannedVariant, mask: torch.Tensor) -> _core.RunMemory:
+def memory_with_mask(variant: _core.ExecutionPlan, mask: torch.Tensor) -> _core.RunMemory:
     """Run memory of the plan, with the mask of one run."""
     return run_memory(variant.workspace.float_tensor, mask, mask_tiles=mask_tiles(variant))
 
 
-def mask_tiles(variant: _core.PlannedVariant) -> torch.Tensor | None:
+def mask_tiles(variant: _core.ExecutionPlan) -> torch.Tensor | None:
     """Memory for the tile states of a run's mask; None if the kernel uses none."""
     words = variant.plan.mask_tile_words
     if words == 0:

@@ -243,7 +243,7 @@ class BatchPrefillWrapper(EngineAttributes):
         )  # fmt: skip
         return plan, copy_in
 
-    def _planned_for(self, workspace: _core.Workspace, request: Request) -> _core.PlannedVariant:
+    def _planned_for(self, workspace: _core.Workspace, request: Request) -> _core.ExecutionPlan:
         """A variant without a place."""
         backend, last = self._requested_backend.name, self._plan.primary
         # Equal options need no new choice.
@@ -287,7 +287,7 @@ class BatchPrefillWrapper(EngineAttributes):
     def _place(
         self,
         workspace: _core.Workspace,
-        variant: _core.PlannedVariant,
+        variant: _core.ExecutionPlan,
         captured: CapturedBuffers,
     ) -> None:
         """Places the plan where a CUDA graph captured it, else in memory that no graph reads."""
@@ -309,7 +309,7 @@ class BatchPrefillWrapper(EngineAttributes):
             raise ValueError("run() before plan(): call plan() with the lengths of the batch first")
         return plan
 
-    def _select(self, plan: Plan, options: _core.AttentionOptions) -> _core.PlannedVariant:
+    def _select(self, plan: Plan, options: _core.AttentionOptions) -> _core.ExecutionPlan:
         """The variant for the planned batch with other options; planned when first asked for."""
         if options == plan.primary.request.options:
             return plan.primary
@@ -397,7 +397,7 @@ class BatchPrefillWrapper(EngineAttributes):
     @staticmethod
     def _run_quick(
         plan: Plan,
-        variant: _core.PlannedVariant,
+        variant: _core.ExecutionPlan,
         q: torch.Tensor,
         kv: KvCache,
         scales: tuple,

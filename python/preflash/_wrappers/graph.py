@@ -276,7 +276,7 @@ class GraphMode:
     # Planning during a capture, for a run with options that no run had before.
 
     def place_beside_capture(
-        self, workspace: _core.Workspace, variant: _core.PlannedVariant
+        self, workspace: _core.Workspace, variant: _core.ExecutionPlan
     ) -> None:
         """Places a plan and uploads it outside of the capture, while the host waits."""
         where = workspace.plan_buffer(self._take_reserved(variant.plan.int_bytes))

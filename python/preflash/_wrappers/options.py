@@ -81,7 +81,7 @@ def check_constructor_options(fixed: Mapping[str, Any], planned: Mapping[str, An
             )
 
 
-def quick_variant(plan: Plan, options: RunKwargs) -> _core.PlannedVariant | None:
+def quick_variant(plan: Plan, options: RunKwargs) -> _core.ExecutionPlan | None:
     """Returns the variant of a run() without options, or with a window alone that an earlier run()
     had. None: other options are set, or unknown, or the window is new."""
     window_left = None

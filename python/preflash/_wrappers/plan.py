@@ -12,7 +12,7 @@ from .._run.variant import new_workspace
 _VARIANTS_KEPT = 8
 
 # Variants of one batch, by the options that they serve.
-Variants = dict[_core.AttentionOptions, _core.PlannedVariant]
+Variants = dict[_core.AttentionOptions, _core.ExecutionPlan]
 # The places of work lists that CUDA graphs have captured, each with the options of its variant.
 CapturedBuffers = tuple[tuple[_core.AttentionOptions, _core.PlanBuffer], ...]
 
@@ -25,14 +25,14 @@ class Plan(NamedTuple):
     request: Request | None = None  # None: not planned, and no variants
     # The variant of a run() without options; None until the first such run() if begin_forward()
     # planned for the options of forward() instead.
-    default_variant: _core.PlannedVariant | None = None
+    default_variant: _core.ExecutionPlan | None = None
     # The variant that plan() or begin_forward() made.
-    primary: _core.PlannedVariant | None = None
+    primary: _core.ExecutionPlan | None = None
     # Variants for runs with a window_left or skipped tiles, for forward(), and of CUDA graphs.
     others: Variants = {}  # noqa: RUF012, replaced by every plan()
-    windows: dict[int, _core.PlannedVariant] = {}  # noqa: RUF012, those of the others for a window alone
+    windows: dict[int, _core.ExecutionPlan] = {}  # noqa: RUF012, those of the others for a window alone
     shared: tuple[
-        _core.PlannedVariant, ...
+        _core.ExecutionPlan, ...
     ] = ()  # earlier ones, whose work lists CUDA graphs replay
     # With use_cuda_graph=True: the maximum query rows of any plan, set by the first one, and the
     # places of captured work lists.
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     # The options of the last forward(), until a run() shows that the caller does not forward().
     last_forward: Mapping[str, Any] | None = None
 
-    def variants(self) -> set[_core.PlannedVariant]:
+    def variants(self) -> set[_core.ExecutionPlan]:
         """All variants, each once: the default one is `primary` or, unless dropped, one of the
         others."""
         if self.primary is None:
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         # NOTE: other threads may add to the others; list() copies them at once.
         return {self.primary, self.default_variant or self.primary, *list(self.others.values())}
 
-    def keep(self, options: _core.AttentionOptions, variant: _core.PlannedVariant) -> None:
+    def keep(self, options: _core.AttentionOptions, variant: _core.ExecutionPlan) -> None:
         """Adds a variant to the others. Full, they first lose all but those that CUDA graphs or
         copied wrappers share."""
         if len(self.others) >= _VARIANTS_KEPT:
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
                     self.others.pop(surplus, None)
         self.others[options] = variant
 
-    def keep_window(self, window_left: int, variant: _core.PlannedVariant) -> None:
+    def keep_window(self, window_left: int, variant: _core.ExecutionPlan) -> None:
         """Remembers the variant of a run() with this window and no other option."""
         if len(self.windows) >= _VARIANTS_KEPT:
             self.windows.clear()
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
             variant.shared = True
         return self._replace(workspace=own, others=dict(self.others), windows={}, shared=())
 
-    def shared_so_far(self) -> tuple[_core.PlannedVariant, ...]:
+    def shared_so_far(self) -> tuple[_core.ExecutionPlan, ...]:
         """Variants of this and earlier plans that CUDA graphs replay."""
         if self.primary is None or not (self.primary.shared or self.others):
             return self.shared

@@ -37,13 +37,13 @@ class _Cache(threading.local):
     """The most recently used plans of this thread, and its workspace of each device."""
 
     def __init__(self) -> None:
-        self.plans: OrderedDict[tuple, _core.PlannedVariant] = OrderedDict()
-        self.last: tuple[tuple | None, _core.PlannedVariant | None] = (None, None)  # of plans
+        self.plans: OrderedDict[tuple, _core.ExecutionPlan] = OrderedDict()
+        self.last: tuple[tuple | None, _core.ExecutionPlan | None] = (None, None)  # of plans
         self.workspaces: dict[torch.device, _core.Workspace] = {}
 
 
 _cache = _Cache()
-_captured: list[_core.PlannedVariant] = []  # replayed by CUDA graphs, whose end is not observable
+_captured: list[_core.ExecutionPlan] = []  # replayed by CUDA graphs, whose end is not observable
 
 
 def attention_of_one(a: SingleArguments) -> Result:
@@ -87,7 +87,7 @@ def _key(a: SingleArguments, per_head: PerHead, device_stream: DeviceStream) -> 
 
 def _plan(
     a: SingleArguments, per_head: PerHead, device_stream: DeviceStream
-) -> _core.PlannedVariant:
+) -> _core.ExecutionPlan:
     options = single_options(a)
     pipeline.refuse_capture(device_stream)
     masked, q_given = has_mask(a), converted_from(a.q.dtype, options)
@@ -112,7 +112,7 @@ def _plan(
 
 
 def _run_planned(
-    variant: _core.PlannedVariant, a: SingleArguments, per_head: PerHead, outputs: Outputs
+    variant: _core.ExecutionPlan, a: SingleArguments, per_head: PerHead, outputs: Outputs
 ) -> Result:
     request, scales, given = variant.request, variant.request.scales, scales_of(a)
     if a.sm_scale is not None or given.given:
@@ -137,7 +137,7 @@ def _run_planned(
     return result
 
 
-def _mask(variant: _core.PlannedVariant, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
+def _mask(variant: _core.ExecutionPlan, a: SingleArguments, outputs: Outputs) -> torch.Tensor:
     """The call's mask, checked and packed; after the other checks, because packing is a launch."""
     request, packed = variant.request, a.packed_custom_mask is not None
     if not packed:

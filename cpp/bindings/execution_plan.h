@@ -79,12 +79,13 @@ struct PlannedSegmentMemory {
   const std::uint8_t* mask_bits = nullptr;
 };
 
-// Thread-safe: any number of threads may call run() at once.
-class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
+// A plan that runs: a kernel variant, its work list in device memory, and the launches bound to the
+// tensors of earlier runs. Thread-safe: any number of threads may call run() at once.
+class ExecutionPlan : public std::enable_shared_from_this<ExecutionPlan> {
  public:
   // plan_buffer() is null. backend: _device.backends.Backend. requests: a Request for each segment.
-  PlannedVariant(pybind11::object backend, std::shared_ptr<const Plan> plan,
-                 pybind11::tuple requests);
+  ExecutionPlan(pybind11::object backend, std::shared_ptr<const Plan> plan,
+                pybind11::tuple requests);
 
   // Binds the plan to memory for its work list: to `where`, which a CUDA graph captured,
   // or where that is null to new memory of the workspace.
@@ -92,7 +93,7 @@ class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
                    std::shared_ptr<PlanBuffer> where = nullptr);
   // Starts the copies of the variants' work lists to the device, and of `copies` with the first.
   // variants: at least one, allocated, of one batch. Releases the GIL meanwhile.
-  static void upload(const std::vector<std::shared_ptr<PlannedVariant>>& variants, void* stream,
+  static void upload(const std::vector<std::shared_ptr<ExecutionPlan>>& variants, void* stream,
                      std::vector<HostCopy> copies);
 
   const pybind11::object& backend() const { return backend_; }
@@ -143,7 +144,7 @@ class PlannedVariant : public std::enable_shared_from_this<PlannedVariant> {
 
   // Arguments whose queries have the dtype that kernels read.
   struct Converted {
-    Converted(const PlannedVariant& variant, PyObject* const* given, Py_ssize_t count);
+    Converted(const ExecutionPlan& variant, PyObject* const* given, Py_ssize_t count);
 
     std::vector<pybind11::object> queries;
     std::vector<PyObject*> arguments;

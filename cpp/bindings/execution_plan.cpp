@@ -1,4 +1,4 @@
-#include "bindings/planned_variant.h"
+#include "bindings/execution_plan.h"
 
 #include <algorithm>
 #include <array>
@@ -106,8 +106,8 @@ RunSettings::RunSettings(py::object float_workspace, PlansAlike alike)
       num_threads(of.backend.attr("num_threads")),
       launched_by(of.backend.attr("launched_by")) {}
 
-PlannedVariant::PlannedVariant(py::object backend, std::shared_ptr<const Plan> plan,
-                               py::tuple requests)
+ExecutionPlan::ExecutionPlan(py::object backend, std::shared_ptr<const Plan> plan,
+                             py::tuple requests)
     : backend_(std::move(backend)),
       plan_(std::move(plan)),
       num_segments_(plan_->segments().size()),
@@ -116,8 +116,8 @@ PlannedVariant::PlannedVariant(py::object backend, std::shared_ptr<const Plan> p
         return !request.attr(request_names().q_given).is_none();
       })) {}
 
-void PlannedVariant::allocate_in(std::shared_ptr<Workspace> workspace,
-                                 std::shared_ptr<PlanBuffer> where) {
+void ExecutionPlan::allocate_in(std::shared_ptr<Workspace> workspace,
+                                std::shared_ptr<PlanBuffer> where) {
   workspace_ = std::move(workspace);
   plan_buffer_ = std::move(where);
   if (plan_buffer_ == nullptr) {
@@ -138,7 +138,7 @@ void PlannedVariant::allocate_in(std::shared_ptr<Workspace> workspace,
   for (const auto& buffer : buffers_) buffer->used_on(workspace_->device_stream(), stream_);
 }
 
-PlansAlike PlannedVariant::alike() const {
+PlansAlike ExecutionPlan::alike() const {
   const RequestNames& names = request_names();
   PlansAlike alike{.backend = backend_, .segments = {}};
   for (int s = 0; s < num_segments_; ++s) {
@@ -152,7 +152,7 @@ PlansAlike PlannedVariant::alike() const {
   return alike;
 }
 
-PlannedSegmentMemory PlannedVariant::segment_memory(int segment) {
+PlannedSegmentMemory ExecutionPlan::segment_memory(int segment) {
   const RequestNames& names = request_names();
   const py::handle request = requests_[segment];
   const Batch& batch = *plan_->segments()[segment].batch;
@@ -196,8 +196,8 @@ PlannedSegmentMemory PlannedVariant::segment_memory(int segment) {
   return found;
 }
 
-void PlannedVariant::upload(const std::vector<std::shared_ptr<PlannedVariant>>& variants,
-                            void* stream, std::vector<HostCopy> copies) {
+void ExecutionPlan::upload(const std::vector<std::shared_ptr<ExecutionPlan>>& variants,
+                           void* stream, std::vector<HostCopy> copies) {
   Upload upload{.copies = std::move(copies), .stream = stream};
   for (const PlannedSegmentMemory& segment : variants.front()->memory_) {
     upload.page_indices.add(segment.page_indices);
@@ -212,7 +212,7 @@ void PlannedVariant::upload(const std::vector<std::shared_ptr<PlannedVariant>>& 
   }
 }
 
-PlannedVariant::Call PlannedVariant::checked(PyObject* const* arguments, Py_ssize_t count) {
+ExecutionPlan::Call ExecutionPlan::checked(PyObject* const* arguments, Py_ssize_t count) {
   constexpr int kArguments = SegmentInputs::kArguments;
   if (count % kArguments != 0) refuse_arguments();
   if (count != num_segments_ * kArguments) {
@@ -242,7 +242,7 @@ PlannedVariant::Call PlannedVariant::checked(PyObject* const* arguments, Py_ssiz
   return call;
 }
 
-std::shared_ptr<PlannedVariant::Bound> PlannedVariant::find_bound(const Call& call) {
+std::shared_ptr<ExecutionPlan::Bound> ExecutionPlan::find_bound(const Call& call) {
   const std::lock_guard lock(guard_);
   const auto found = std::ranges::find_if(bound_, [&](const std::shared_ptr<Bound>& bound) {
     return looks_like(*bound->checked, call);
@@ -252,8 +252,8 @@ std::shared_ptr<PlannedVariant::Bound> PlannedVariant::find_bound(const Call& ca
   return bound_.front();
 }
 
-std::shared_ptr<PlannedVariant::Bound> PlannedVariant::bound_to(const Call& call,
-                                                                PyObject* const* arguments) {
+std::shared_ptr<ExecutionPlan::Bound> ExecutionPlan::bound_to(const Call& call,
+                                                              PyObject* const* arguments) {
   if (auto found = find_bound(call)) return found;
   const auto checked = tensors_of(call, arguments);
   const auto bound =
@@ -266,14 +266,14 @@ std::shared_ptr<PlannedVariant::Bound> PlannedVariant::bound_to(const Call& call
   return bound;
 }
 
-bool PlannedVariant::looks_like(const CheckedTensors& checked, const Call& call) const {
+bool ExecutionPlan::looks_like(const CheckedTensors& checked, const Call& call) const {
   for (int s = 0; s < num_segments_; ++s) {
     if (checked.facts[s] != call.segment(s).seen.facts) return false;
   }
   return true;
 }
 
-bool PlannedVariant::holds_plan(const CheckedTensors& checked) const {
+bool ExecutionPlan::holds_plan(const CheckedTensors& checked) const {
   for (int s = 0; s < num_segments_; ++s) {
     const Batch& batch = *plan_->segments()[s].batch;
     const RunTensors& tensors = checked.tensors[s];
@@ -288,7 +288,7 @@ bool PlannedVariant::holds_plan(const CheckedTensors& checked) const {
   return true;
 }
 
-std::shared_ptr<const CheckedTensors> PlannedVariant::find_known(const Call& call) const {
+std::shared_ptr<const CheckedTensors> ExecutionPlan::find_known(const Call& call) const {
   const std::lock_guard lock(settings_->guard);
   for (const auto& checked : settings_->checked) {
     if (looks_like(*checked, call) && holds_plan(*checked)) return checked;
@@ -296,8 +296,8 @@ std::shared_ptr<const CheckedTensors> PlannedVariant::find_known(const Call& cal
   return nullptr;
 }
 
-std::shared_ptr<const CheckedTensors> PlannedVariant::tensors_of(const Call& call,
-                                                                 PyObject* const* arguments) {
+std::shared_ptr<const CheckedTensors> ExecutionPlan::tensors_of(const Call& call,
+                                                                PyObject* const* arguments) {
   if (auto known = find_known(call)) return known;
   const auto checked = check_tensors(call, arguments);
   std::vector<std::shared_ptr<const CheckedTensors>> dropped;  // once others may go on
@@ -307,7 +307,7 @@ std::shared_ptr<const CheckedTensors> PlannedVariant::tensors_of(const Call& cal
   return checked;
 }
 
-std::shared_ptr<const CheckedTensors> PlannedVariant::check_tensors(
+std::shared_ptr<const CheckedTensors> ExecutionPlan::check_tensors(
     const Call& call, PyObject* const* arguments) const {
   CheckedTensors checked;
   for (int s = 0; s < num_segments_; ++s) checked.facts.add(call.segment(s).seen.facts);
@@ -321,7 +321,7 @@ std::shared_ptr<const CheckedTensors> PlannedVariant::check_tensors(
 }
 
 // True if autograd or jit tracks a caller's tensor.
-bool PlannedVariant::records(const Call& call) const {
+bool ExecutionPlan::records(const Call& call) const {
   constexpr int kTensors = 5 + SegmentFacts::kHeadTensorCount;
   std::array<PyObject*, kTensors * kMaxSegments> tensors;
   std::size_t count = 0;
@@ -338,7 +338,7 @@ bool PlannedVariant::records(const Call& call) const {
   return torch().records({tensors.data(), count});
 }
 
-py::object PlannedVariant::ask(const py::object& function, PyObject* const* arguments) const {
+py::object ExecutionPlan::ask(const py::object& function, PyObject* const* arguments) const {
   std::vector<PyObject*> given{requests_.ptr()};
   given.insert(given.end(), arguments, arguments + num_segments_ * SegmentInputs::kArguments);
   PyObject* const result = PyObject_Vectorcall(function.ptr(), given.data(), given.size(), nullptr);
@@ -346,14 +346,14 @@ py::object PlannedVariant::ask(const py::object& function, PyObject* const* argu
   return py::reinterpret_steal<py::object>(result);
 }
 
-py::object PlannedVariant::run(PyObject* const* arguments, Py_ssize_t count) {
+py::object ExecutionPlan::run(PyObject* const* arguments, Py_ssize_t count) {
   if (!before_run.is_none()) before_run();
   if (!converts_) return run_converted(arguments, count);
   const Converted converted(*this, arguments, count);
   return run_converted(converted.arguments.data(), count);
 }
 
-void PlannedVariant::check(PyObject* const* arguments, Py_ssize_t count) {
+void ExecutionPlan::check(PyObject* const* arguments, Py_ssize_t count) {
   if (!converts_) {
     checked(arguments, count);
     return;
@@ -362,8 +362,8 @@ void PlannedVariant::check(PyObject* const* arguments, Py_ssize_t count) {
   checked(converted.arguments.data(), count);
 }
 
-PlannedVariant::Converted::Converted(const PlannedVariant& variant, PyObject* const* given,
-                                     Py_ssize_t count)
+ExecutionPlan::Converted::Converted(const ExecutionPlan& variant, PyObject* const* given,
+                                    Py_ssize_t count)
     : arguments(given, given + count) {
   for (int s = 0; s < variant.num_segments_; ++s) {
     const py::handle request = variant.requests_[s];
@@ -374,7 +374,7 @@ PlannedVariant::Converted::Converted(const PlannedVariant& variant, PyObject* co
   }
 }
 
-py::object PlannedVariant::run_converted(PyObject* const* arguments, Py_ssize_t count) {
+py::object ExecutionPlan::run_converted(PyObject* const* arguments, Py_ssize_t count) {
   Call call = checked(arguments, count);
   RunArguments launched;
   std::array<py::object, kMaxSegments> results;
@@ -419,10 +419,10 @@ py::object PlannedVariant::run_converted(PyObject* const* arguments, Py_ssize_t 
   return num_segments_ == 1 ? results[0] : py::make_tuple(results[0], results[1]);
 }
 
-const std::string& PlannedVariant::last_variant() { return last_id; }
+const std::string& ExecutionPlan::last_variant() { return last_id; }
 
-py::object PlannedVariant::make_outputs(const BoundSegment& bound, bool blank,
-                                        CalledSegment* segment) const {
+py::object ExecutionPlan::make_outputs(const BoundSegment& bound, bool blank,
+                                       CalledSegment* segment) const {
   const SegmentInputs& given = segment->given;
   TensorDescs& seen = segment->seen;
   py::object out = py::reinterpret_borrow<py::object>(given.out);
@@ -442,7 +442,7 @@ py::object PlannedVariant::make_outputs(const BoundSegment& bound, bool blank,
   return given.return_lse ? py::make_tuple(out, lse) : out;
 }
 
-void* PlannedVariant::follow_stream() {
+void* ExecutionPlan::follow_stream() {
   const DeviceStream& device_stream = workspace_->device_stream();
   void* const stream = device_stream.current();
   if (stream != stream_) {
@@ -457,8 +457,8 @@ void* PlannedVariant::follow_stream() {
   return stream;
 }
 
-bool PlannedVariant::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
-                            const py::object& partials) const {
+bool ExecutionPlan::launch(const std::shared_ptr<Bound>& bound, const RunArguments& arguments,
+                           const py::object& partials) const {
   if (settings_->launched_by.is_none()) return start(*bound, arguments, partials);
   const py::cpp_function start_it([self = shared_from_this(), bound, arguments, partials] {
     return self->start(*bound, arguments, partials);
@@ -466,7 +466,7 @@ bool PlannedVariant::launch(const std::shared_ptr<Bound>& bound, const RunArgume
   return settings_->launched_by(start_it).cast<bool>();
 }
 
-bool PlannedVariant::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
+bool ExecutionPlan::start(Bound& bound, RunArguments arguments, const py::object& partials) const {
   held_->check();
   if (partials.is_none()) return start_now(bound, arguments);
   const auto use = [&arguments](const TensorMemory& memory) {
@@ -486,7 +486,7 @@ bool PlannedVariant::start(Bound& bound, RunArguments arguments, const py::objec
   return start_now(bound, arguments);
 }
 
-bool PlannedVariant::start_now(Bound& bound, RunArguments arguments) const {
+bool ExecutionPlan::start_now(Bound& bound, RunArguments arguments) const {
   if (settings_->num_threads.is_none()) {
     const WithoutInterpreter others_run;
     return bound.launch.run(arguments);
