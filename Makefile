@@ -34,7 +34,7 @@ demo: NEEDED := $(VENV)/torch
 BUILD = build/$(if $(filter cuda,$(SIDE)),$(PRESET),$(SIDE))
 STAGE = $(BUILD)/stage
 OPTIONS_cuda = -DPREFLASH_CUDA=ON -DPREFLASH_PRESET=$(PRESET) "-DPREFLASH_ARCHS=$(ARCHS)" \
-	-DPREFLASH_CUDA_JOBS=$(CUDA_JOBS) -DPREFLASH_CPP_TESTS=$(HARNESS)
+	-DPREFLASH_CUDA_JOBS=$(CUDA_JOBS) -DPREFLASH_CPP_TESTS=$(if $(GPU_ARCHS),$(HARNESS),OFF)
 OPTIONS_cpu = -DPREFLASH_CUDA=OFF
 OPTIONS_prebuilt = -DPREFLASH_CUDA=OFF "-DPREFLASH_KERNELS=$(abspath $(KERNELS))"
 
@@ -61,7 +61,7 @@ demo: build
 	$(BIN)/python -m preflash demo
 
 test: build $(VENV)/integrations $(VENV)/engines $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
-	$(if $(filter cuda,$(SIDE)),ctest --test-dir $(BUILD) --output-on-failure)
+	$(if $(and $(GPU_ARCHS),$(filter cuda,$(SIDE))),ctest --test-dir $(BUILD) --output-on-failure)
 	PREFLASH_ENGINES=$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # Every test that concerns a GPU, on the first one that is visible, in N processes; the report is

@@ -110,17 +110,19 @@ void bind_plans(py::module_& m) {
       .def_property_readonly("int_bytes", &Plan::int_bytes)
       .def_property_readonly("float_bytes", &Plan::float_bytes)
       .def_property_readonly("has_prepass", &Plan::has_prepass)
-      .def_property_readonly("num_items", [](const Plan& plan) { return plan.sizes().num_items; })
+      .def_property_readonly("num_items",
+                             [](const Plan& plan) { return plan.total_sizes().num_items; })
+      .def_property_readonly("num_rounds", [](const Plan& plan) { return plan.rounds().size(); })
       .def_property_readonly("num_ctas", [](const Plan& plan) { return plan.sizes().num_ctas; })
       .def_property_readonly("num_merges",
-                             [](const Plan& plan) { return plan.sizes().num_merges(); })
+                             [](const Plan& plan) { return plan.total_sizes().num_merges(); })
       .def_property_readonly(
           "mask_tile_words",
           [](const Plan& plan) { return plan.sizes().segments[0].num_mask_tile_words; })
       .def_property_readonly("num_kv_tiles",
-                             [](const Plan& plan) { return plan.sizes().num_kv_tiles; })
+                             [](const Plan& plan) { return plan.total_sizes().num_kv_tiles; })
       .def_property_readonly("makespan_kv_tiles",
-                             [](const Plan& plan) { return plan.sizes().makespan_kv_tiles; });
+                             [](const Plan& plan) { return plan.total_sizes().makespan_kv_tiles; });
 }
 
 void bind_places(py::module_& m) {

@@ -166,9 +166,7 @@ void DevicePlan::join(void* stream) const {
 ForwardParams DevicePlan::params() const {
   ForwardParams params;
   params.requests = plan_->layout().requests.in(memory_);
-  params.items = plan_->layout().items.in(memory_);
-  params.cta_begin = plan_->layout().cta_begin.in(memory_);
-  params.num_items = plan_->sizes().num_items;
+  set_items(plan_->rounds()[0], params);
   params.num_segments = plan_->segments().size();
   for (int s = 0; s < params.num_segments; ++s) {
     const PlannedSegment& planned = plan_->segments()[s];
@@ -184,6 +182,19 @@ ForwardParams DevicePlan::params() const {
     params.kernels[s] = planned.kernel;
   }
   return params;
+}
+
+void DevicePlan::set_items(const PlannedRound& round, ForwardParams& params) const {
+  void* image = static_cast<std::byte*>(memory_) + round.image_offset;
+  params.items = round.planner.layout().items.in(image);
+  params.cta_begin = round.planner.layout().cta_begin.in(image);
+  params.num_items = round.planner.sizes().num_items;
+}
+
+void DevicePlan::set_merges(const PlannedRound& round, int segment, CombineParams& params) const {
+  void* image = static_cast<std::byte*>(memory_) + round.image_offset;
+  params.merges = round.planner.layout().segments[segment].merges.in(image);
+  params.num_merges = round.planner.sizes().segments[segment].num_merges;
 }
 
 PrepassParams DevicePlan::prepass_params() const {

@@ -109,13 +109,13 @@ class DevicePlan {
   // True if write() found the tiles, of the mask that it was given.
   bool has_mask_tiles(int segment) const { return has_mask_tiles_[segment]; }
 
-  // Everything of ForwardParams that no tensor decides.
+  // Everything of ForwardParams that no tensor decides, with the work list of the first round.
   ForwardParams params() const;
+  // The work list of a round of the plan: items of a launch, and merges of a segment.
+  void set_items(const PlannedRound& round, ForwardParams& params) const;
+  void set_merges(const PlannedRound& round, int segment, CombineParams& params) const;
   // The same of PrepassParams, for a plan with copies.
   PrepassParams prepass_params() const;
-  const MergeItem* merges(int segment) const {
-    return plan_->layout().segments[segment].merges.in(memory_);
-  }
   const void* memory() const { return memory_; }
   // True if another DevicePlan has overwritten the plan.
   bool overwritten() const { return claim_.lost(); }

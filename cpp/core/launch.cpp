@@ -121,8 +121,6 @@ void Launch::bind_segment(int index) {
   combine.lse = tensors.lse;
   combine.o_dtype = options.o_dtype;
   combine.requests = forward_.requests;
-  combine.merges = place_->merges(index);
-  combine.num_merges = plan_->sizes().segments[index].num_merges;
   combine.grid = kernel.query_grid(index, options);
   combine.head_dim_vo = segment.head_dim_vo;
 
@@ -145,8 +143,6 @@ bool Launch::run(const RunArguments& arguments) {
 }
 
 bool Launch::start(const RunArguments& arguments) const {
-  const PlanSizes& sizes = plan_->sizes();
-  const PlanLayout& layout = plan_->layout();
   ForwardParams forward = forward_;
   for (int s = 0; s < arguments.segments.size(); ++s) {
     const SegmentArguments& given = arguments.segments[s];
@@ -160,8 +156,6 @@ bool Launch::start(const RunArguments& arguments) const {
     segment.extras = given.extras;
     if (given.extras.kv_lens != nullptr) segment.extras.kv_lens -= plan_->first_request(s);
     if (given.skip_factor > 0.0f) segment.skip_factor = given.skip_factor;
-    segment.partial_o = layout.segments[s].partial_o.in(arguments.float_workspace);
-    segment.partial_lse = layout.segments[s].partial_lse.in(arguments.float_workspace);
     segment.sm_scale = given.sm_scale;
     segment.out_scale = given.out_scale;
   }
@@ -172,12 +166,32 @@ bool Launch::start(const RunArguments& arguments) const {
     if (place_->uses_mask_tiles(s)) find_mask_tiles(s, forward.segments[s], target);
   }
   if (plan_->has_prepass()) run_prepass(arguments, forward.segments[0], target);
+  bool captured = false;
+  for (const PlannedRound& round : plan_->rounds()) {
+    captured = start_round(round, arguments.float_workspace, forward, target);
+    if (forward.records != nullptr) {
+      forward.records += std::int64_t{forward.num_items} * plan_->kernel().ctas_per_item;
+    }
+  }
+  return captured;
+}
+
+bool Launch::start_round(const PlannedRound& round, void* float_workspace, ForwardParams& forward,
+                         const LaunchTarget& target) const {
+  place_->set_items(round, forward);
+  const int num_segments = plan_->segments().size();
+  for (int s = 0; s < num_segments; ++s) {
+    const SegmentLayout& layout = round.planner.layout().segments[s];
+    forward.segments[s].partial_o = layout.partial_o.in(float_workspace);
+    forward.segments[s].partial_lse = layout.partial_lse.in(float_workspace);
+  }
+  const PlanSizes& sizes = round.planner.sizes();
   check_launch(services_->launch_forward(plan_->kernel(), forward, sizes.num_ctas, target),
                plan_->kernel().id);
   const bool captured = services_->is_capturing(target);
   // One launch for each segment that was split, because rows and dtype may differ.
-  for (int s = 0; s < arguments.segments.size(); ++s) {
-    if (sizes.segments[s].num_merges > 0) combine(s, forward.segments[s], target);
+  for (int s = 0; s < num_segments; ++s) {
+    if (sizes.segments[s].num_merges > 0) combine(round, s, forward.segments[s], target);
   }
   return captured;
 }
@@ -225,8 +239,10 @@ void Launch::run_prepass(const RunArguments& arguments, ForwardSegment& segment,
   check_launch(services_->prepass(params, target), "the pre-pass");
 }
 
-void Launch::combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const {
+void Launch::combine(const PlannedRound& round, int index, const ForwardSegment& segment,
+                     const LaunchTarget& target) const {
   CombineParams combine = combine_[index];
+  place_->set_merges(round, index, combine);
   combine.o.data = segment.o.data;
   combine.lse = segment.lse;
   combine.partial_o = segment.partial_o;

@@ -81,7 +81,11 @@ class Launch {
   // Makes the copies and points the kernel's segment at them.
   void run_prepass(const RunArguments& arguments, ForwardSegment& segment,
                    const LaunchTarget& target) const;
-  void combine(int index, const ForwardSegment& segment, const LaunchTarget& target) const;
+  // Returns whether the launch was captured. Points `forward` at the round's work list.
+  bool start_round(const PlannedRound& round, void* float_workspace, ForwardParams& forward,
+                   const LaunchTarget& target) const;
+  void combine(const PlannedRound& round, int index, const ForwardSegment& segment,
+               const LaunchTarget& target) const;
 
   std::shared_ptr<const DevicePlan> place_;
   std::shared_ptr<const Plan> plan_;  // the one that is bound

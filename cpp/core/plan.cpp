@@ -175,17 +175,48 @@ Plan::Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& ch
       kernels_(choice.kernels),
       id_((choice.prepass != nullptr ? "prepass+" : "") + joint_id(kernels_)),
       kernel_(joint_kernel(kernels_, id_.c_str())),
-      planner_(choice.problem, facts_of(device), kernels_),
+      rounds_(plan_rounds(device, choice)),
       graph_safe_(choice.problem.segments[0].graph_max_rows > 0),
-      int_bytes_(layout().int_bytes),
+      int_bytes_(rounds_.back().image_offset + rounds_.back().planner.layout().int_bytes),
       image_bytes_(int_bytes_),
-      float_bytes_(layout().float_bytes) {
+      float_bytes_(0) {
+  for (const PlannedRound& round : rounds_) {
+    float_bytes_ = std::max(float_bytes_, round.planner.layout().float_bytes);
+  }
   for (int s = 0; s < kernels_.size(); ++s) {
     segments_.add(
         {.options = requests[s].options, .batch = requests[s].batch, .kernel = kernels_[s]});
   }
   if (choice.prepass != nullptr) place_copies(choice.prepass);
   place_page_indices();
+}
+
+std::vector<PlannedRound> Plan::plan_rounds(int device, const Choice& choice) {
+  std::vector<PlannedRound> rounds;
+  PlannerOptions options;
+  std::int64_t image_offset = 0;
+  do {
+    rounds.push_back({.planner = {choice.problem, facts_of(device), choice.kernels, options},
+                      .image_offset = image_offset});
+    image_offset = round_up(image_offset + rounds.back().planner.layout().int_bytes);
+    options.first_tile = rounds.back().planner.end_tile();
+  } while (!rounds.back().planner.is_last());
+  return rounds;
+}
+
+PlanSizes Plan::total_sizes() const {
+  PlanSizes total = sizes();
+  for (std::size_t r = 1; r < rounds_.size(); ++r) {
+    const PlanSizes& round = rounds_[r].planner.sizes();
+    total.num_items += round.num_items;
+    total.num_kv_tiles += round.num_kv_tiles;
+    total.makespan_kv_tiles += round.makespan_kv_tiles;
+    for (int s = 0; s < segments_.size(); ++s) {
+      total.segments[s].num_merges += round.segments[s].num_merges;
+      total.segments[s].num_partial_rows += round.segments[s].num_partial_rows;
+    }
+  }
+  return total;
 }
 
 int Plan::first_request(int segment) const {
@@ -222,6 +253,7 @@ void Plan::place_page_indices() {
 }
 
 bool Plan::launches_like(const Plan& other) const {
+  if (rounds_.size() > 1 || other.rounds_.size() > 1) return false;
   if (segments_.size() != other.segments_.size() || !(layout() == other.layout()) ||
       sizes().num_ctas != other.sizes().num_ctas) {
     return false;
@@ -239,7 +271,9 @@ bool Plan::launches_like(const Plan& other) const {
 }
 
 void Plan::write(void* image) const {
-  planner_.write(image);
+  for (const PlannedRound& round : rounds_) {
+    round.planner.write(static_cast<std::byte*>(image) + round.image_offset);
+  }
   for (const PlannedSegment& segment : segments_) {
     auto copy = [&](std::int64_t offset, std::span<const std::int32_t> values) {
       if (values.empty()) return;

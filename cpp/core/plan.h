@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/batch.h"
 #include "core/device.h"
@@ -35,6 +36,13 @@ struct PlannedSegment {
   const AttentionOptions& kernel_options() const { return prepass ? prepass->options() : options; }
 };
 
+// The work list of one launch. A plan has several where a fixed split has more partial results than
+// the float workspace holds: they run one after the other over the same workspace.
+struct PlannedRound {
+  Planner planner;
+  std::int64_t image_offset = 0;
+};
+
 class Plan {
  public:
   // Validates, finds the kernels and counts. Throws std::invalid_argument for bad input and
@@ -49,8 +57,12 @@ class Plan {
   const PerSegment<PlannedSegment>& segments() const { return segments_; }
   // Runs all segments: the only segment's kernel, the one for both, or both in one launch.
   const ForwardKernel& kernel() const { return kernel_; }
-  const PlanSizes& sizes() const { return planner_.sizes(); }
-  const PlanLayout& layout() const { return planner_.layout(); }
+  const std::vector<PlannedRound>& rounds() const { return rounds_; }
+  // Of the first round. The others have the same requests, and copies of them that nothing reads.
+  const PlanSizes& sizes() const { return rounds_[0].planner.sizes(); }
+  const PlanLayout& layout() const { return rounds_[0].planner.layout(); }
+  // Sums over all rounds, but for num_ctas and num_requests.
+  PlanSizes total_sizes() const;
   int device() const { return device_; }
 
   // The work list and, behind it, the page indices that are on the host.
@@ -84,6 +96,7 @@ class Plan {
   Plan(int device, const PerSegment<PlanRequest>& requests, const Choice& choice);
   static Choice choose(Family family, int device, const PerSegment<PlanRequest>& requests,
                        std::int64_t float_workspace_bytes);
+  static std::vector<PlannedRound> plan_rounds(int device, const Choice& choice);
   void place_copies(const std::shared_ptr<const PrepassForm>& prepass);
   void place_page_indices();
 
@@ -91,7 +104,7 @@ class Plan {
   SegmentKernels kernels_;
   std::string id_;
   ForwardKernel kernel_;
-  Planner planner_;
+  std::vector<PlannedRound> rounds_;
   bool graph_safe_;
   std::int64_t int_bytes_;
   std::int64_t image_bytes_;

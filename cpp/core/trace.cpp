@@ -35,7 +35,7 @@ ItemRecord* Trace::take(const Plan& plan) {
         " was compiled without timestamps: build the kernel libraries with them, by cmake "
         "-DPREFLASH_TRACE=ON or pip install . -C cmake.define.PREFLASH_TRACE=ON");
   }
-  const std::int64_t needed = std::int64_t{plan.sizes().num_items} * kernel.ctas_per_item;
+  const std::int64_t needed = std::int64_t{plan.total_sizes().num_items} * kernel.ctas_per_item;
   if (needed > capacity_ - taken_) {
     throw std::invalid_argument("the trace has room for " + std::to_string(capacity_ - taken_) +
                                 " more records, the launch needs " + std::to_string(needed) +

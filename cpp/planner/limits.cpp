@@ -52,6 +52,16 @@ GraphLimits graph_limits(const SegmentProblem& problem, std::int64_t rows, const
           .items = most_tiles + chunks};
 }
 
+// shares: equal parts of the workspace, of which one is for these rows.
+[[noreturn]] void refuse_rows(const SegmentProblem& problem, const SplitLimits& launch, int shares,
+                              std::int64_t rows) {
+  refuse("float_workspace_buffer has ", launch.float_bytes,
+         " bytes; fixed_split_size = ", problem.split.fixed_split_size, " needs ",
+         shares * partial_bytes(rows, problem.head_dim_vo), " bytes for partial results of ", rows,
+         " rows of head_dim_vo = ", problem.head_dim_vo,
+         ": enlarge it, use a larger fixed_split_size or disable_split_kv");
+}
+
 void check_fixed_split(const SegmentProblem& problem, const SplitLimits& launch,
                        const SegmentLimits& limits, const SegmentEstimate& needed) {
   const std::int32_t size = problem.split.fixed_split_size;
@@ -67,11 +77,7 @@ void check_fixed_split(const SegmentProblem& problem, const SplitLimits& launch,
   }
   if (needed.num_partial_rows > limits.rows) {
     const int shares = problem.graph_max_rows > 0 ? launch.segments.size() : 1;
-    refuse("float_workspace_buffer has ", launch.float_bytes, " bytes; fixed_split_size = ", size,
-           " needs ", shares * partial_bytes(needed.num_partial_rows, problem.head_dim_vo),
-           " bytes for partial results of ", needed.num_partial_rows,
-           " rows of head_dim_vo = ", problem.head_dim_vo,
-           ": enlarge it, use a larger fixed_split_size or disable_split_kv");
+    refuse_rows(problem, launch, shares, needed.num_partial_rows);
   }
 }
 
@@ -110,6 +116,12 @@ void check_item_count(const SegmentProblem& problem, std::int64_t items_per_head
            ": the batch makes ", items_per_head, " work items for each of ", problem.num_kv_heads,
            " KV heads; at most ", kMaxInt32, " in all: plan it in several parts");
   }
+}
+
+void check_rounds(const SegmentProblem& problem, const SplitLimits& limits, std::int64_t rows,
+                  std::int64_t tile_rows) {
+  const std::int64_t least = std::max(ceil_div(rows, kMostRounds), tile_rows);
+  if (least > limits.segments[0].rows) refuse_rows(problem, limits, 1, least);
 }
 
 // Segments that fit alone may not fit together.

@@ -19,6 +19,14 @@ SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> pl
 void check_item_count(const SegmentProblem& problem, std::int64_t items_per_head,
                       std::int64_t items);
 
+// The launches of one plan whose partial results exceed the float workspace.
+inline constexpr std::int64_t kMostRounds = 64;
+
+// Throws if kMostRounds launches have no room for so many rows of partial results, of which a query
+// tile has tile_rows at most.
+void check_rounds(const SegmentProblem& problem, const SplitLimits& limits, std::int64_t rows,
+                  std::int64_t tile_rows);
+
 // A fixed split is a promise about results, so the planner keeps it or refuses the plan.
 void check_fixed_splits(const Problem& problem, const SplitLimits& limits,
                         const SplitEstimate& needed);

@@ -43,6 +43,12 @@ std::int32_t asked_chunk(const SegmentProblem& problem, std::int32_t tile_n) {
   return ceil_div(std::min(problem.split.fixed_split_size, kMaxRequestLength), tile_n);
 }
 
+std::int32_t longest_of(std::span<const QueryTile> tiles) {
+  std::int32_t longest = 0;
+  for (const QueryTile& tile : tiles) longest = std::max(longest, tile.kv_tiles());
+  return longest;
+}
+
 }  // namespace
 
 Schedule schedule_for(const FamilyTraits& family, const Problem& problem, PlannerOptions options) {
@@ -60,7 +66,8 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
   for (int s = 0; s < problem.segments.size(); ++s) {
     read_segment(problem.segments[s], *kernels[s]);
   }
-  split(problem, {.all = cta_slots, .full = full_slots_of(facts, kernels)}, kernels);
+  split(problem, {.all = cta_slots, .full = full_slots_of(facts, kernels)}, kernels,
+        options.first_tile);
   schedule(problem, facts, cta_slots, schedule_kind);
   count();
 }
@@ -106,7 +113,8 @@ void Planner::count_mask_tiles(const SegmentProblem& problem, Segment& segment) 
   }
 }
 
-void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels) {
+void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels,
+                    std::int64_t first_tile) {
   std::vector<SegmentPlan> plans;
   std::int64_t items = 0;
   for (int s = 0; s < segments_.size(); ++s) {
@@ -130,17 +138,53 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
                         .limits = split_limits(problem, plans, slots.all)};
   for (int s = 0; s < segments_.size(); ++s) {
     tiles[s] = query_tiles(plans[s]);
-    std::int32_t longest = 0;
-    for (const QueryTile& tile : tiles[s]) longest = std::max(longest, tile.kv_tiles());
     decision.segments.add(
         {.tiles = tiles[s],
-         .longest = longest,
+         .longest = longest_of(tiles[s]),
          .num_kv_heads = segments_[s].num_kv_heads,
          .head_dim_vo = segments_[s].head_dim_vo,
          .tile_n = segments_[s].tile.keys,
          .asked_chunk = asked_chunk(problem.segments[s], segments_[s].tile.keys)});
   }
+  if (segments_.size() == 1 && problem.segments[0].graph_max_rows == 0) {
+    take_tiles(problem, first_tile, tiles[0], decision);
+  }
   cut_into_chunks(problem, plans, decision);
+}
+
+// Leaves the tiles of this launch. The launches that are left share their partial rows evenly.
+void Planner::take_tiles(const Problem& problem, std::int64_t first_tile,
+                         std::vector<QueryTile>& tiles, SplitProblem& decision) {
+  SplitSegment& split = decision.segments[0];
+  if (split.asked_chunk == 0 || split.asked_chunk == kUnsplit) return;
+  const SegmentEstimate all = estimate(decision, kUnsplit).segments[0];
+  const std::int64_t room = decision.limits.segments[0].rows;
+  if (first_tile == 0 && (all.num_partial_rows <= room || all.num_chunks > kMaxChunks)) return;
+  check_item_count(problem.segments[0], all.num_items / split.num_kv_heads, all.num_items);
+
+  const auto rows_of = [&](const QueryTile& tile) {
+    return split.partial_rows(tile, split.asked_chunk);
+  };
+  std::int64_t most = 0;
+  for (const QueryTile& tile : tiles) most = std::max(most, rows_of(tile));
+  check_rounds(problem.segments[0], decision.limits, all.num_partial_rows, most);
+
+  tiles = for_each_request(tiles);
+  tiles.erase(tiles.begin(), tiles.begin() + first_tile);
+  std::int64_t left = 0;
+  for (const QueryTile& tile : tiles) left += rows_of(tile);
+  const std::int64_t share = ceil_div(left, std::max<std::int64_t>(ceil_div(left, room), 1));
+  std::int64_t rows = 0;
+  std::int64_t count = 0;
+  for (; count < std::ssize(tiles); ++count) {
+    const std::int64_t more = rows_of(tiles[count]);
+    if (more > 0 && (rows + more > room || (rows > 0 && rows >= share))) break;
+    rows += more;
+  }
+  if (count < std::ssize(tiles)) end_tile_ = first_tile + count;
+  tiles.resize(count);
+  split.tiles = tiles;
+  split.longest = longest_of(tiles);
 }
 
 void Planner::cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "planner/arena.h"
@@ -43,6 +44,7 @@ TileClass choose_tile_class(const SegmentProblem& problem, const FamilyTraits& f
 
 struct PlannerOptions {
   Schedule schedule = Schedule::kAuto;
+  std::int64_t first_tile = 0;  // query tiles of a KV head before it belong to earlier launches
 };
 
 // Never kAuto: the family's own schedule, unless a CUDA graph needs a fixed grid.
@@ -53,10 +55,19 @@ class Planner {
  public:
   // Decides and counts. Throws std::invalid_argument for a fixed split or a CUDA graph that its
   // workspace cannot hold. Keeps no reference to its arguments.
+  //
+  // A fixed split may have more partial rows than the float workspace holds. Without a CUDA graph a
+  // plan of one segment then has several launches, one after the other over the same workspace, and
+  // a Planner for each: it takes the query tiles from options.first_tile on that its workspace
+  // holds, up to end_tile().
   // problem: accepted by validate(), which the caller has called before it chose the kernels.
   // kernels: of each segment, all of one family.
   Planner(const Problem& problem, const DeviceFacts& facts, const SegmentKernels& kernels,
           PlannerOptions options = {});
+
+  // True if no query tile is left for another launch.
+  bool is_last() const { return end_tile_ == kAllTiles; }
+  std::int64_t end_tile() const { return end_tile_; }
 
   const PlanLayout& layout() const { return layout_; }
 
@@ -87,7 +98,10 @@ class Planner {
 
   void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
   void count_mask_tiles(const SegmentProblem& problem, Segment& segment) const;
-  void split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels);
+  void split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels,
+             std::int64_t first_tile);
+  void take_tiles(const Problem& problem, std::int64_t first_tile, std::vector<QueryTile>& tiles,
+                  SplitProblem& decision);
   void cut_into_chunks(const Problem& problem, std::span<const SegmentPlan> plans,
                        const SplitProblem& decision);
   void reserve(const Problem& problem, const SplitLimits& limits);
@@ -99,8 +113,11 @@ class Planner {
   void write_lists_in_turns(std::int32_t heads, WorkItem* items) const;
   void write_merges(const Segment& segment, const SegmentWork& work, MergeItem* merges) const;
 
+  static constexpr std::int64_t kAllTiles = std::numeric_limits<std::int64_t>::max();
+
   std::vector<RequestInfo> requests_;
   PerSegment<Segment> segments_;
+  std::int64_t end_tile_ = kAllTiles;
   WorkList work_;
   std::int64_t item_capacity_ = 0;
   std::vector<OrderedUnit> order_;

@@ -66,8 +66,7 @@ SegmentEstimate estimate_segment(const SplitSegment& split, std::int32_t chunk_t
     costs.add((chunks.first + 1) * chunk_tiles - tile.kv_begin + kOverhead, times);
     costs.add(tile.kv_end - chunks.last * chunk_tiles + kOverhead, times);
     if (count > 2) costs.add(chunk_tiles + kOverhead, (count - 2) * times);
-    // More than kMaxChunks chunks are refused later; counting their rows might overflow.
-    result.num_partial_rows += std::min(count, kMaxChunks) * tile.rows * times;
+    result.num_partial_rows += split.partial_rows(tile, chunk_tiles) * tile.alike;
     result.num_merges += times;
   }
   return result;

@@ -1,6 +1,7 @@
 // Split-KV: cuts KV only where the machine would idle otherwise.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -84,6 +85,12 @@ struct SplitSegment {
 
   std::int32_t chunk_tiles(std::int32_t chosen) const {
     return asked_chunk > 0 ? asked_chunk : chosen;
+  }
+  // Rows of partial results of all KV heads for one tile. More than kMaxChunks chunks are refused
+  // later; counting their rows might overflow.
+  std::int64_t partial_rows(const QueryTile& tile, std::int32_t chunk_tiles) const {
+    const std::int64_t chunks = std::min(chunks_of(tile, chunk_tiles).count(), kMaxChunks);
+    return chunks > 1 ? chunks * tile.rows * num_kv_heads : 0;
   }
 };
 

@@ -103,6 +103,23 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
   return tiles;
 }
 
+std::vector<QueryTile> for_each_request(std::span<const QueryTile> tiles) {
+  std::vector<QueryTile> result;
+  for (std::size_t begin = 0; begin < tiles.size();) {
+    std::size_t end = begin;
+    while (end < tiles.size() && tiles[end].request == tiles[begin].request) ++end;
+    for (std::int32_t i = 0; i < tiles[begin].alike; ++i) {
+      for (QueryTile tile : tiles.subspan(begin, end - begin)) {
+        tile.request += i;
+        tile.alike = 1;
+        result.push_back(tile);
+      }
+    }
+    begin = end;
+  }
+  return result;
+}
+
 namespace {
 
 // Bytes of K and V of one head, if several of the request's query tiles read them.

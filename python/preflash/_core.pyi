@@ -302,6 +302,8 @@ class Plan:
     @property
     def has_prepass(self) -> bool:
         """Whether a pass before the kernel makes copies of k, v and q."""
+    num_rounds: Final[int]
+    """Launches, one after the other over the same float workspace."""
     num_items: Final[int]
     num_ctas: Final[int]
     num_merges: Final[int]

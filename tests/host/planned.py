@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -100,6 +100,7 @@ class Planned:
     items: np.ndarray
     merges: np.ndarray
     cta_begin: np.ndarray | None
+    end_tile: int | None  # first query tile of the next launch
 
     def segment_of(self, item) -> dict:
         """Returns the arguments of the segment of an item or a merge."""
@@ -231,6 +232,7 @@ def plan(**case) -> Planned:
         items=_table(image, layout["items"], sizes["num_items"], ITEM),
         merges=np.concatenate(merges),
         cta_begin=ctas if layout["cta_begin"] >= 0 else None,
+        end_tile=made["end_tile"],
     )
 
 
@@ -329,14 +331,34 @@ def _check_image(plan: Planned) -> None:
         assert begin + size <= following
 
 
+def planned_rounds(**case) -> list[Planned]:
+    """Plans every launch of a case whose partial results exceed the float workspace, and checks
+    each, and that all together cover every row and key once."""
+    rounds = [plan(**case)]
+    while (first := rounds[-1].end_tile) is not None:
+        rounds.append(plan(**case, first_tile=first))
+    for one in rounds:
+        _check_launch(one)
+    both = {name: np.concatenate([getattr(one, name) for one in rounds])
+            for name in ("items", "merges")}  # fmt: skip
+    check_covered(replace(rounds[0], **both))
+    return rounds
+
+
 def check(plan: Planned) -> None:
     """Asserts all that holds for any plan."""
+    assert plan.end_tile is None
+    check_covered(plan)
+    _check_launch(plan)
+
+
+def _check_launch(plan: Planned) -> None:
+    """Asserts all that holds for any launch of a plan."""
     _check_image(plan)
     for request in plan.requests:
         assert request["chunk_keys"] > 0
         assert request["chunk_keys"] % plan.segments[request["segment"]]["tile_n"] == 0
     assert all(plan.rows_of(item) for item in plan.items)
-    check_covered(plan)
     _check_partials(plan)
     kv_tiles = np.array([plan.kv_tiles_of(item) for item in plan.items], int)
     assert (kv_tiles[plan.items["partial_row"] != FINAL] > 0).all()

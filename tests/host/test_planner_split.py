@@ -1,7 +1,7 @@
 """KV is split only where the machine would idle, and only as far as the workspace reaches."""
 
 import pytest
-from planned import FINAL, checked, partial_bytes, plan, planner, ragged
+from planned import FINAL, checked, partial_bytes, plan, planned_rounds, planner, ragged
 
 GQA = {"num_qo_heads": 32, "num_kv_heads": 8}
 
@@ -101,3 +101,29 @@ def test_fixed_and_disabled_splits_do_not_depend_on_the_batch(split):
     crowd = checked([70] * 50, [1500] * 50, num_sms=3, **options)
     assert pieces_of(alone, 0) == pieces_of(among, 1) == pieces_of(crowd, 17)
     assert planner.tile_class(**alone.case) == planner.tile_class(**among.case)
+
+
+@pytest.mark.parametrize("schedule", ["persistent", "one_per_item"])
+def test_fixed_split_beyond_the_workspace_takes_several_launches(schedule):
+    """Each request has the chunks of a launch with enough workspace."""
+    lengths = [300, 300, 300, 5, 1, 0, 700, 64], [900, 900, 900, 200, 5000, 80, 2100, 700]
+    case = ragged(*lengths, fixed_split_size=256, causal=True, schedule=schedule)
+    whole = plan(**case)
+    rows = whole.sizes["num_partial_rows"]
+    for parts in (2, 3, 7):
+        room = {"float_workspace_bytes": partial_bytes(rows // parts + 1)}
+        rounds = planned_rounds(**case | room)
+        assert parts <= len(rounds) <= 2 * parts
+        for request in range(len(lengths[0])):
+            pieces = [pieces_of(made, request) for made in rounds]
+            assert {key: piece for made in pieces for key, piece in made.items()} == pieces_of(
+                whole, request
+            )
+
+
+def test_launches_share_their_partial_rows():
+    room = {"float_workspace_bytes": partial_bytes(1000), "fixed_split_size": 128}
+    rounds = planned_rounds(**ragged([1] * 200, [640] * 200, **room))
+    assert [made.sizes["num_partial_rows"] for made in rounds] == [1000] * 4
+    most, least = planned_rounds(**ragged([1] * 51, [640] * 51, **room))
+    assert most.sizes["num_partial_rows"] - least.sizes["num_partial_rows"] <= 20

@@ -89,9 +89,9 @@ COUNT = 1 << 20
 GROUPS = shared_page([1] * COUNT, num_qo_heads=COUNT)
 TOO_FINE = long(fixed_split_size=1, float_workspace_bytes=2**62)
 RESERVED = long(1, 1, graph_max_rows=MOST)
-# 2^30 rows of partial results, and their bytes.
+# 2^28 rows of partial results, and the bytes of each of 64 launches.
 HALF_SPLIT = long(LIMIT // 8, 128, fixed_split_size=64)
-HALF_BYTES = partial_bytes(LIMIT // 4)
+HALF_BYTES = partial_bytes(LIMIT // 256)
 # Either segment has fewer than 2^31 items, both have more.
 HALF = segment([1 << 24] * 4, [1] * 4, **heads(32), tile_m=1)
 # Splits of few rows, and the bytes that they need.
@@ -125,11 +125,9 @@ PLANS = [
     (GROUPS | {"num_qo_heads": MOST, "qo_indptr": [0] * COUNT + [1]}, "queries times"),
     (TOO_FINE, rf"fixed_split_size = 1 cuts a request into {LIMIT // 64} KV chunks; "
                "at most 32767"),
-    (TOO_FINE | {"fixed_split_size": LIMIT // 8},
-     rf"makes {8 * LIMIT} partial rows of the batch; at most {MOST}"),
     (TOO_FINE | {"fixed_split_size": LIMIT // 32767 // 64 * 64 + 64},
      "work items for each of 1 KV heads"),
-    (HALF_SPLIT, f"needs {HALF_BYTES} bytes for partial results of {LIMIT // 4} rows"),
+    (HALF_SPLIT, f"needs {HALF_BYTES} bytes for partial results of {LIMIT // 256} rows"),
     *(
         (RESERVED | split | heads(32767),
          rf"graph_max_rows = {MOST}: a CUDA graph would reserve \d+ work items")

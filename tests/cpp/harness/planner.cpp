@@ -139,6 +139,7 @@ void fill_case(const py::kwargs& kwargs, Case& out) {
       given.take("float_workspace_bytes", std::int64_t{128} * 1024 * 1024);
   out.facts.num_sms = given.take("num_sms", 132);
   out.facts.l2_bytes = given.take("l2_bytes", std::int64_t{0});
+  out.options.first_tile = given.take("first_tile", std::int64_t{0});
   out.options.schedule = schedule_of(given.take("schedule", std::string("auto")));
   const auto segments = given.take("segments", std::vector<py::dict>{});
   if (segments.empty()) fill_segment(given, out.segments[0], out.problem.segments.add({}));
@@ -212,6 +213,7 @@ py::dict plan(const py::kwargs& kwargs) {
   out["sizes"] = sizes_dict(planner.sizes(), num_segments);
   out["layout"] = layout_dict(planner.layout(), num_segments);
   out["image"] = py::bytes(image);
+  out["end_tile"] = planner.is_last() ? py::object(py::none()) : py::int_(planner.end_tile());
   return out;
 }
 
