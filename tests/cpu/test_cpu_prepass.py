@@ -118,9 +118,8 @@ def test_copies_are_made_where_the_workspace_has_room():
 def test_partial_results_and_copies_share_the_workspace():
     change = FP8 | {"fixed_split_size": 64}
     size = needed(changed(**change))
-    check(change, copies=True, buffer=runner.workspace("cpu", size))
-    with pytest.raises(ValueError, match="fixed_split_size = 64 needs"):
-        check(change, copies=True, buffer=runner.workspace("cpu", size - 16))
+    for less in (0, 16):  # then two launches share it
+        check(change, copies=True, buffer=runner.workspace("cpu", size - less))
 
 
 def test_a_wrapper_of_cuda_graphs_copies_nothing():

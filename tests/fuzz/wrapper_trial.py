@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -179,7 +180,16 @@ class Trial:
 
     def _plan(self) -> None:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
-        self.workspace = guarded.workspace(int(self._workspace_bytes() * part), self.device)
+        try:
+            self._plan_in(int(self._workspace_bytes() * part))
+        except ValueError as error:
+            needed = re.search(r"float_workspace_buffer has \d+ .* needs (\d+) bytes", str(error))
+            if needed is None:
+                raise
+            self._plan_in(int(needed[1]))
+
+    def _plan_in(self, num_bytes: int) -> None:
+        self.workspace = guarded.workspace(num_bytes, self.device)
         self.wrapper = self._wrapper(self.workspace.given)
         if self.problem.also is Also.REPLAN:  # with options of which none may stay
             self.plan(**self._something_else())

@@ -150,12 +150,8 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
 
 
 def planned(inputs: Inputs, *, backend: str, size: int = WORKSPACE_BYTES, **plan_overrides):
-    """A fresh wrapper, planned; its workspace has `size` bytes, or what a fixed split takes."""
+    """Returns a new wrapper, planned, with a workspace of `size` bytes."""
     case, device = inputs.case, inputs.q.device
-    if case.fixed_split_size:  # the planner keeps it whatever memory it takes
-        probe = make_wrapper(case, backend=backend, device=device)
-        positional, options = plan_arguments(inputs)
-        size = max(size, probe.workspace_size(*positional, **{**options, **plan_overrides})[0])
     wrapper = make_wrapper(case, backend=backend, device=device, buffer=workspace(device, size))
     plan(wrapper, inputs, **plan_overrides)
     return wrapper

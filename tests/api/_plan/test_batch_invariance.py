@@ -75,6 +75,20 @@ def test_storage_graphs_and_workspace(target, batch):
         assert torch.equal(computed(given, target, **options), torch.cat(wanted)), form
 
 
+def test_a_small_workspace(target, batch):
+    """A fixed split takes several launches over the same workspace: the bits are the same."""
+    inputs, _ = batch
+    for changes in ({}, {"page_size": 0}, {"mask": MaskKind.NONE}, {"mask": MaskKind.CUSTOM}):
+        given = stored(inputs, batch_invariant=False, fixed_split_size=512, **changes)
+        whole, small = (
+            runner.planned(given, backend=target.backend, size=size) for size in (64 << 20, 700_000)
+        )
+        assert whole._plan_info.num_rounds == 1
+        assert small._plan_info.num_rounds > 2
+        got = [wrapper.run(*tensors(given), return_lse=True) for wrapper in (whole, small)]
+        assert all(map(torch.equal, *got)), changes
+
+
 def test_decode(target, batch):
     inputs, wanted = batch
     make = preflash.BatchDecodeWithPagedKVCacheWrapper
