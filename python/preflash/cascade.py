@@ -315,14 +315,37 @@ class MultiLevelCascadeAttentionWrapper:
         and errors are those of BatchPrefillWithPagedKVCacheWrapper.run()."""
         if not self._in_step:
             raise ValueError("run() after a plan() that did not come to its end: call plan() again")
-        out, lse = self._levels[-1].run(q, paged_kv_cache, return_lse=True)
-        for level in self._levels[:-1]:
-            merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True))
-        return out
+        return run_levels(self._levels, q, paged_kv_cache)
 
     forward = run
 
     end_forward = BatchPrefillWithPagedKVCacheWrapper.end_forward
+
+
+def run_levels(
+    levels: Sequence[BatchPrefillWithPagedKVCacheWrapper],
+    q: torch.Tensor,
+    paged_kv_cache: KvCache,
+    *,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Runs planned wrappers over disjoint sets of keys and merges their results.
+
+    Args:
+        levels: wrappers whose plans have the same query rows.
+        out: contiguous, as in BatchPrefillWithPagedKVCacheWrapper.run(); allocated if None.
+        sinks: as there. The last level alone has them, so that each counts once.
+        options: others of run(), for every level.
+
+    Returns:
+        out [rows of q, num_qo_heads, head_dim].
+    """
+    out, lse = levels[-1].run(q, paged_kv_cache, out=out, sinks=sinks, return_lse=True, **options)
+    for level in levels[:-1]:
+        merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True, **options))
+    return out
 
 
 class _SharedPrefixWrapper:

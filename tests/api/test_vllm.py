@@ -8,6 +8,7 @@ import sys
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from engine_modules import (
@@ -157,8 +158,11 @@ class Group:
         names = [str(index) for index in range(len(self.impls))]
         return self.vllm.backend.get_builder_cls()(spec, names, self.config, self.device)
 
-    def step(self, requests, seed=0):
-        """Draws q, and k and v of each request, on the CPU; fills the cache and its block table."""
+    def step(self, requests, seed=0, prefix=0):
+        """Draws q, and k and v of each request, on the CPU; fills the cache and its block table.
+
+        prefix: keys, in full blocks, that all requests with keys share.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def values(n, heads):
@@ -166,10 +170,13 @@ class Group:
 
         q = values(sum(r.new for r in requests), HEADS)
         keys = [(values(r.total, KV_HEADS), values(r.total, KV_HEADS)) for r in requests]
-        cache, table = self.cache(keys, requests)
+        for pair in keys[1:]:
+            for own, first in zip(pair, keys[0], strict=True):
+                own[:prefix] = first[: min(prefix, len(own))]
+        cache, table = self.cache(keys, requests, prefix)
         return SimpleNamespace(requests=requests, q=q, keys=keys, cache=cache, table=table)
 
-    def cache(self, keys, requests):
+    def cache(self, keys, requests, prefix=0):
         """Makes a cache with the keys in shuffled blocks, and its block table, -7 where unused."""
         blocks = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
         fp8 = self.impls[0].fp8_dtype
@@ -178,7 +185,8 @@ class Group:
         table = torch.full((len(requests), self.block_table), -7, dtype=torch.int32)
         for row, pair in enumerate(keys):
             for i in range(0, len(pair[0]), PAGE):
-                block = table[row, i // PAGE] = blocks.pop()
+                block = table[0, i // PAGE] if row and i < prefix else blocks.pop()
+                table[row, i // PAGE] = block
                 for side, values in enumerate(pair):
                     page = values[i : i + PAGE]
                     cache[block, side, : len(page)] = page.to(dtype)
@@ -201,8 +209,8 @@ class Group:
         }  # fmt: skip
         return SimpleNamespace(**{**values, **changed})
 
-    def build(self, requests, table, **changed):
-        return self.builder.build(0, self.common(requests, table, **changed))
+    def build(self, requests, table, prefix=0, **changed):
+        return self.builder.build(prefix, self.common(requests, table, **changed))
 
     def run(self, metadata, q, cache, layer=0, kv=(None, None), out=None):
         impl = self.impls[layer]
@@ -239,10 +247,10 @@ class Group:
         tolerance = 0.08 if self.impls[index].fp8_dtype else 0.01
         close(out[: len(step.q)], self.wanted(step, index, causal), tolerance)
 
-    def check(self, requests, *, seed=0, causal=True, **changed):
+    def check(self, requests, *, seed=0, causal=True, prefix=0, **changed):
         """Compares every layer on one step with the oracle."""
-        step = self.step(requests, seed)
-        metadata = self.build(requests, step.table, causal=causal, **changed)
+        step = self.step(requests, seed, prefix)
+        metadata = self.build(requests, step.table, prefix, causal=causal, **changed)
         assert metadata.causal is causal  # drafters read it
         for index in range(len(self.impls)):
             self.close(self.run(metadata, step.q, step.cache, index), step, index, causal)
@@ -506,6 +514,133 @@ def test_batch_invariance(vllm):
         metadata = group.build((Request(1, chunks.requests[i].total),), chunks.table[i : i + 1])
         out = group.run(metadata, chunks.q[last : last + 1], chunks.cache)
         assert torch.equal(out[0], whole[last])
+
+
+# Cascade attention, which vLLM 0.24 asks for.
+
+
+# Steps of requests that share 48 keys; one of the last step is padding.
+SHARED = {
+    "decodes": [Request(1, n) for n in (60, 49, 170, 64, 65)],
+    "mixed": [Request(3, 51), Request(1, 49), Request(20, 90), Request(0, 0)],
+}
+FP8 = {"kv_cache_dtype": "fp8"}
+CASCADES = {"plain": {}, "cap": OPTIONS["cap"], "sinks": OPTIONS["sinks"], "fp8": FP8}
+CASCADES["fp8_e5m2 and sinks"] = {"kv_cache_dtype": "fp8_e5m2", **OPTIONS["sinks"]}
+
+
+def is_cascade(metadata):
+    (name,) = {type(wrapper).__name__ for wrapper in metadata.wrappers.values()}
+    return name == "CascadeStepWrapper"
+
+
+@pytest.mark.parametrize("five_dims", [True, False])
+@pytest.mark.parametrize("layer", CASCADES.values(), ids=CASCADES)
+@pytest.mark.parametrize("requests", SHARED.values(), ids=SHARED)
+def test_cascades(vllm, requests, layer, five_dims):
+    """The bounds on the host are larger than the lengths; rows of padding follow the step's."""
+    group = Group(vllm, layer, {**layer, "logits_soft_cap": 2.0}, five_dims=five_dims)
+    vars(group.layer).update(scales(0.5, 2.0, 0.25) if group.impls[0].fp8_dtype else {})
+    for seed, prefix in enumerate((48, 16)):
+        step = group.step(requests, seed, 48)
+        metadata = group.build(requests, step.table, prefix, slack=21, padding=5)
+        assert is_cascade(metadata)
+        q = torch.cat([step.q, torch.full_like(step.q[:5], float("nan"))])
+        for index in range(2):
+            out = group.run(metadata, q, step.cache, index)
+            group.close(out, step, index)
+            assert (out[len(step.q) :] == 9.0).all()
+        assert group.builder._paged._cascade_arrays._suffix_lens.min() >= 0
+
+
+def test_cascades_share_plans(vllm, plans):
+    """Both levels are planned again where the prefix or the rows change, or a request outgrows the
+    plan. A captured shape is no cascade."""
+    group = Group(vllm, **EXACT)
+    table = torch.full((3, 12), -7, dtype=torch.int32, device=vllm.device)
+    lengths = torch.zeros(3, dtype=torch.int32, device=vllm.device)
+    counts = []
+    for grown, prefix in enumerate([32] * 40 + [16, 0]):
+        step = group.step([Request(1, n + grown) for n in (33, 40, 66)], grown, 32)
+        table.copy_(step.table)
+        lengths.copy_(ints(*(r.total for r in step.requests)))
+        if grown == 0:
+            captured = group.common(step.requests, table, seq_lens=lengths)
+            group.builder.build_for_cudagraph_capture(captured)
+        plans.clear()
+        metadata = group.build(step.requests, table, prefix, seq_lens=lengths)
+        assert is_cascade(metadata) == (prefix > 0) == (not in_graph(metadata))
+        group.close(group.run(metadata, step.q, step.cache), step)
+        counts.append(len(plans))
+    # The prefix is planned once: its bounds hold for a shorter one.
+    assert counts == [2, *counts[1:40], 1, 1]
+    assert sum(counts[1:40]) <= 3
+
+
+@pytest.mark.parametrize("name", ["window", "alibi", "batch-invariant"])
+def test_layers_without_cascades(vllm, name):
+    sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = name == "batch-invariant"
+    group = Group(vllm, OPTIONS.get(name, {}))
+    assert not asks(group, 1 << 20)
+    assert not is_cascade(group.check(SHARED["decodes"], prefix=48))
+
+
+def asks(group, prefix, query_lens=64 * [1], **changed):
+    flags = {f"use_{name}": False for name in ("alibi", "sliding_window", "local_attention")}
+    given = {"num_query_heads": HEADS, "num_kv_heads": KV_HEADS, "num_sms": 132, **flags}
+    given = {**given, "dcp_world_size": 1, **changed}
+    return group.builder.use_cascade_attention(
+        common_prefix_len=prefix, query_lens=np.array(query_lens, np.int32), **given
+    )
+
+
+class Graphs(enum.Enum):
+    """The part of vLLM's CUDAGraphMode that a builder reads."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_AND_PIECEWISE = (2, 1)
+    FULL_DECODE_ONLY = (2, 0)
+
+    @property
+    def pair(self):
+        return self.value if isinstance(self.value, tuple) else (self.value, self.value)
+
+    def decode_mode(self):
+        return Graphs(self.pair[0])
+
+    def mixed_mode(self):
+        return Graphs(self.pair[1])
+
+    def has_full_cudagraphs(self):
+        return 2 in self.pair
+
+    def has_piecewise_cudagraphs(self):
+        return 1 in self.pair
+
+
+def test_when_a_cascade_pays(vllm):
+    """Shortest prefix by the costs of cascade.CascadeCosts, of 2 kv heads of 64 in float16."""
+    group = Group(vllm, **EXACT)
+
+    def shortest(query_lens, mode=None):
+        group.builder._compilation = SimpleNamespace(cudagraph_mode=mode)
+        return next((n for n in range(0, 1 << 19, 256) if asks(group, n, query_lens)), None)
+
+    eager = shortest(64 * [1])
+    assert 0 < shortest(256 * [1]) < eager < shortest(8 * [1])
+    assert shortest([1]) is shortest([512, 512]) is None  # as many tiles as requests have rows
+    assert shortest([512, *64 * [1]]) is not None
+    assert [shortest(64 * [1], mode) == eager for mode in Graphs] == [True, True, *3 * [False]]
+    assert shortest(64 * [1], Graphs.FULL_AND_PIECEWISE) < shortest(64 * [1], Graphs.FULL)
+    mixed = [shortest([2, *64 * [1]], mode) == eager for mode in Graphs]
+    assert mixed == [True, True, False, True, True]
+    refusals = [{f"use_{name}": True} for name in ("alibi", "sliding_window", "local_attention")]
+    for refused in (*refusals, {"dcp_world_size": 2}):
+        assert not asks(group, 1 << 19, **refused)
+    for other in ({"attn_type": "encoder_decoder"}, {"attn_type": "encoder"}):
+        assert not asks(Group(vllm, other), 1 << 19)
 
 
 # The cache's writes, and refusals.

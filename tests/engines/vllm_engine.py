@@ -4,6 +4,8 @@ FlashInferImpl.forward()), and preflash's PREFLASH, on vLLM's unmodified base cl
 from __future__ import annotations
 
 import importlib
+import inspect
+import itertools
 from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
@@ -305,8 +307,23 @@ class PreflashEngine(VllmEngine):
             common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + (2 * PAGE + 1)
         if batch.graph:
             self._use_inputs_of_graph(common)
-        self._metadata = self._builder.build(0, common)
+        self._metadata = self._builder.build(self._common_prefix_len(batch), common)
         self._slots = slots
+
+    def _common_prefix_len(self, batch: Batch) -> int:
+        """Returns the keys for which vLLM's model runner asks use_cascade_attention(), as if the
+        builder always agreed; 0 in a graph and in releases without cascades."""
+        base = importlib.import_module("vllm.v1.attention.backend").AttentionMetadataBuilder
+        if batch.graph or not hasattr(base, "use_cascade_attention"):
+            return 0
+        asked, served = (
+            inspect.signature(builder.use_cascade_attention).parameters
+            for builder in (base, type(self._builder))
+        )
+        assert list(asked) == list(served)
+        columns = zip(*(request.pages for request in batch.requests), strict=False)
+        shared = itertools.takewhile(lambda column: len(set(column)) == 1, columns)
+        return min(len(list(shared)), min(r.computed for r in batch.requests) // PAGE) * PAGE
 
     def _use_inputs_of_graph(self, common) -> None:
         """Gives a step the tensors that a graph of its size has recorded. Builds the metadata of

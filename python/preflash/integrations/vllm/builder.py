@@ -14,10 +14,12 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
+    AttentionType,
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
+from .cascade import COSTS
 from .impl import ENCODER_TYPES, PreflashImpl
 from .layers import CacheForm
 from .plans import PagedPlans, RaggedPlans, Step, Wrappers
@@ -64,11 +66,15 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
         one, dtype = impls[0], vllm_config.model_config.dtype
         cache = CacheForm(one.num_kv_heads, one.head_size, one.fp8_dtype or dtype, dtype)
         forms = dict.fromkeys(impl.form for impl in impls)
+        self._cache, self._num_qo_heads = cache, max(form.num_qo_heads for form in forms)
+        self._is_decoder = one.attn_type == AttentionType.DECODER
         self._layers, self._captured_scales, self._num_loads = layers, None, 0
         # Drafters raise the lengths on the device by their tokens, but not the bounds on the host.
         self._draft_tokens = 0
         if vllm_config.speculative_config is not None:
             self._draft_tokens = vllm_config.num_speculative_tokens + 1
+        # vLLM may change the mode of CUDA graphs after it has made its builders.
+        self._compilation = getattr(vllm_config, "compilation_config", None)
         self._capturing = False
         self._ragged = self._paged = None
         batch_invariant = vllm.envs.VLLM_BATCH_INVARIANT
@@ -101,6 +107,9 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
     ) -> PreflashMetadata:
         """Plans a step. Its metadata holds until the next build().
 
+        common_prefix_len: keys that all requests share, where use_cascade_attention() agreed to
+        attend to them once for all requests; else 0.
+
         Raises:
             NotImplementedError: masking that differs from request to request, or a window
                 without causal masking.
@@ -113,7 +122,10 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
             wrappers = self._ragged.plan(m.query_start_loc_cpu)
         else:
             step = _step_of(m, self._draft_tokens)
-            wrappers = self._paged.plan(step, for_capture=self._capturing)
+            if common_prefix_len > 0:
+                wrappers = self._paged.plan_cascade(step, int(common_prefix_len))
+            else:
+                wrappers = self._paged.plan(step, for_capture=self._capturing)
         return PreflashMetadata(m.num_actual_tokens, m.slot_mapping, m.causal, wrappers)
 
     def build_for_cudagraph_capture(
@@ -126,6 +138,48 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
             return self.build(0, common_attn_metadata)
         finally:
             self._capturing = False
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: np.ndarray,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Returns True if build() should have common_prefix_len: the layers have no option that a
+        cascade cannot serve, and its time saved exceeds its costs (cascade.CascadeCosts).
+
+        vLLM 0.24 calls it in each step whose requests share blocks, with
+        --no-disable-cascade-attn; 0.33 has no such call.
+
+        Args:
+            common_prefix_len: keys before the first query of every request, full blocks.
+            query_lens: [num_reqs], tokens of each request in the step.
+            num_query_heads, num_kv_heads: the model's; the group's own decide.
+        """
+        if use_alibi or use_sliding_window or use_local_attention or dcp_world_size > 1:
+            return False
+        if common_prefix_len <= 0 or not self._is_decoder or not self._paged.can_cascade:
+            return False
+        saved = COSTS.saved_us(
+            int(common_prefix_len), query_lens, self._num_qo_heads, self._cache, num_sms
+        )
+        return saved > COSTS.launches_us + self._graph_us(query_lens)
+
+    def _graph_us(self, query_lens: np.ndarray) -> float:
+        """Returns the host's time per layer that a full CUDA graph of the step would save."""
+        mode = getattr(self._compilation, "cudagraph_mode", None)
+        if mode is None or not mode.has_full_cudagraphs():
+            return 0.0
+        uniform = bool((np.asarray(query_lens) == max(1, self._draft_tokens)).all())
+        if (mode.decode_mode() if uniform else mode.mixed_mode()).name != "FULL":
+            return 0.0
+        return COSTS.piecewise_us if mode.has_piecewise_cudagraphs() else COSTS.eager_us
 
     def _scales(self) -> dict[str, tuple[float, ...]]:
         """The scales that a launch over an fp8 cache has as numbers, by layer."""

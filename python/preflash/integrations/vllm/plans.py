@@ -11,6 +11,7 @@ import torch
 
 from ...prefill import BatchPrefillWithRaggedKVCacheWrapper
 from .._paging import StepWrapper, new_workspace, shared_workspace
+from .cascade import CascadeArrays, CascadeStepWrapper
 from .layers import CacheForm, LayerForm
 
 Wrappers = dict[LayerForm, Any]
@@ -66,6 +67,33 @@ class PagedPlans:
         self._own_workspace = own_workspace
         self._eager: dict[bool, Wrappers] = {}
         self._captured: dict[tuple, Wrappers] = {}
+        self._cascades: dict[bool, Wrappers] = {}
+        self._cascade_arrays = CascadeArrays(page_size, device)
+
+    @property
+    def can_cascade(self) -> bool:
+        """False with options for which a level would have to know how many keys come after its own,
+        and in batch-invariant mode, because a level is a chunk of keys."""
+        return not self._batch_invariant and all(
+            form.window_left < 0 and form.pos_encoding_mode == "NONE" for form in self._forms
+        )
+
+    def plan_cascade(self, step: Step, prefix_len: int) -> Wrappers:
+        """Plans an eager step whose requests share their first prefix_len keys, where the prefix
+        has a page and can_cascade; else plan(). Does not wait for the device."""
+        prefix_pages = prefix_len // self._page_size
+        if prefix_pages == 0 or not self.can_cascade:
+            return self.plan(step)
+        wrappers = self._cascades.get(step.causal)
+        if wrappers is None:
+            wrappers = self._cascades[step.causal] = {
+                form: CascadeStepWrapper(self._workspace, self._options(form, step.causal))
+                for form in self._forms
+            }
+        levels = self._cascade_arrays.levels(step, prefix_pages)
+        for wrapper in wrappers.values():
+            wrapper.plan_step(levels)
+        return wrappers
 
     def plan(self, step: Step, for_capture: bool = False) -> Wrappers:
         """Plans a step once for each form. Does not wait for the device.
