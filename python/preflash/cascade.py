@@ -344,7 +344,11 @@ def run_levels(
     """
     out, lse = levels[-1].run(q, paged_kv_cache, out=out, sinks=sinks, return_lse=True, **options)
     for level in levels[:-1]:
-        merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True, **options))
+        other = level.run(q, paged_kv_cache, return_lse=True, **options)
+        if torch_modes.traced() or not out.is_contiguous():
+            merge_state_in_place(out, lse, *other)
+        else:  # run() has checked both, which takes four fifths of a merge
+            _merge((out, lse), other, (out, lse))
     return out
 
 

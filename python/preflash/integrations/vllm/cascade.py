@@ -27,8 +27,9 @@ class CascadeCosts(NamedTuple):
     tile_rows: int = 128  # packed rows of a tall tile, query heads of one kv head
     # Bytes of a tall tile's key or value, at least: its products take as long as a read of 16 bits.
     tall_bytes: int = 2
-    bytes_per_us_per_sm: float = 40e3  # read in decode; partly from L2, where the prefix may be
-    launches_us: float = 15.0  # a second launch with its split-KV merge, and merge_state_in_place()
+    # Measured on an H200 (docs/engines.md): partly from L2, where the prefix may be.
+    bytes_per_us_per_sm: float = 60e3
+    launches_us: float = 20.0  # a second launch with its split-KV merge, and merge_state_in_place()
     # Launches by the host instead of a full CUDA graph, which vLLM does not replay with a cascade.
     piecewise_us: float = 50.0  # with piecewise graphs for the rest of the layer
     eager_us: float = 200.0  # without

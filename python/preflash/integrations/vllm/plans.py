@@ -155,7 +155,8 @@ class PagedPlans:
         for form in self._forms:
             options = self._options(form, step.causal)
             wrapper = wrappers[form] = StepWrapper(self._workspace, options, step.block_table)
-            wrapper.plan_step(rows, no_keys, step.block_table, step.seq_lens)
+            no_lens = torch.zeros_like(step.seq_lens)
+            wrapper.plan_step(rows, no_keys, step.block_table, no_lens)
             self._run_once(wrapper, form, step.num_tokens)
         return wrappers
 
