@@ -1,11 +1,12 @@
-// Each warp makes 64 columns of one output row: every lane walks the row's chunks with two columns,
-// 16 loads of 8 bytes in flight, the first ones before the weights are known. Rows past the
-// request's end cost nothing, so that a decode tile with 4 valid rows of 64 moves 4 rows.
+// Each warp makes a part of one output row: every lane walks the row's chunks with a few columns,
+// the first loads before the weights are known. Rows past the request's end cost nothing, so that a
+// decode tile with 4 valid rows of 64 moves 4 rows.
 //
-// Deterministic: chunks are added in order by one lane, whatever the grid and the rest of the
-// batch.
+// Deterministic: chunks are added in order by one lane, whatever the kernel, the grid and the rest
+// of the batch.
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "kernels/combine/combine.h"
 #include "kernels/common/dependent_launch.cuh"
@@ -17,9 +18,18 @@ namespace {
 
 constexpr int kWarpSize = 32;
 constexpr int kWarps = 8;
-constexpr int kWidth = 2;  // columns of one lane
-constexpr int kWarpColumns = kWarpSize * kWidth;
-constexpr int kBatch = 16;  // chunks whose loads are in flight together
+
+// Columns of a lane, and chunks whose loads it has in flight together. Few rows have many chunks: a
+// long row of a decode step. Many rows, of a long prompt, have few.
+struct FewRows {
+  static constexpr int kWidth = 2;
+  static constexpr int kBatch = 16;
+};
+struct ManyRows {
+  static constexpr int kWidth = 4;
+  static constexpr int kBatch = 4;
+};
+
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // The partials of one packed row: chunk i lies i strides further.
@@ -63,29 +73,50 @@ __device__ __forceinline__ PartialLse largest_term(const PartialRow& row, float 
   return largest.low == -INFINITY ? PartialLse{} : largest;
 }
 
-__device__ __forceinline__ void load_batch(float2 (&batch)[kBatch], const PartialRow& row,
+// One lane's columns of one chunk.
+template <int kWidth>
+struct Columns {
+  float of[kWidth] = {};
+
+  // Read once: evict first, the next layer's K and V want the cache.
+  __device__ __forceinline__ void load(const float* source) {
+    using Vector = std::conditional_t<kWidth == 4, float4, float2>;
+    const Vector loaded = __ldcs(reinterpret_cast<const Vector*>(source));
+    of[0] = loaded.x;
+    of[1] = loaded.y;
+    if constexpr (kWidth == 4) {
+      of[2] = loaded.z;
+      of[3] = loaded.w;
+    }
+  }
+};
+
+template <int kWidth, int kBatch>
+__device__ __forceinline__ void load_batch(Columns<kWidth> (&batch)[kBatch], const PartialRow& row,
                                            int first_chunk) {
   const float* source = row.o + first_chunk * row.stride_o;
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    bool wanted = row.has_columns && first_chunk + i < row.num_chunks;
-    // Read once: evict first, the next layer's K and V want the cache.
-    batch[i] = wanted ? __ldcs(reinterpret_cast<const float2*>(source)) : make_float2(0.0f, 0.0f);
+    batch[i] = {};
+    if (row.has_columns && first_chunk + i < row.num_chunks) batch[i].load(source);
     source += row.stride_o;
   }
 }
 
 // The sum of a row's weights, and of O by them in this lane's columns. Both in the order of the
 // chunks: one without keys changes no bit, so it does not matter with which chunk a tile begins.
+template <int kWidth>
 struct RowSums {
   float weights = 0.0f;  // 0: no key in any chunk, and no logit beside the keys'
-  float2 o = {};
+  Columns<kWidth> o = {};
 };
 
 // `batch` holds the first chunks already.
-__device__ __forceinline__ RowSums add_chunks(float2 (&batch)[kBatch], const PartialRow& row,
-                                              const PartialLse& base, int lane) {
-  RowSums sums;
+template <int kWidth, int kBatch>
+__device__ __forceinline__ RowSums<kWidth> add_chunks(Columns<kWidth> (&batch)[kBatch],
+                                                      const PartialRow& row, const PartialLse& base,
+                                                      int lane) {
+  RowSums<kWidth> sums;
   for (int first_chunk = 0; first_chunk < row.num_chunks; first_chunk += kBatch) {
     if (first_chunk > 0) load_batch(batch, row, first_chunk);
     // Lane i holds the weight of chunk first_chunk + i % kBatch.
@@ -96,8 +127,10 @@ __device__ __forceinline__ RowSums add_chunks(float2 (&batch)[kBatch], const Par
     for (int i = 0; i < kBatch; ++i) {
       const float of_chunk = __shfl_sync(kAllLanes, weight, i);
       sums.weights += of_chunk;
-      sums.o.x = fmaf(of_chunk, batch[i].x, sums.o.x);
-      sums.o.y = fmaf(of_chunk, batch[i].y, sums.o.y);
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) {
+        sums.o.of[c] = fmaf(of_chunk, batch[i].of[c], sums.o.of[c]);
+      }
     }
   }
   return sums;
@@ -109,7 +142,7 @@ struct TileRow {
   int stride;      // partial rows from a chunk to the next
 };
 
-template <class T>
+template <class T, class Shape>
 __device__ __forceinline__ void combine_row(const CombineParams& params, const MergeItem& merge,
                                             const RequestInfo& request, TileRow place, int column) {
   const int lane = threadIdx.x % kWarpSize;
@@ -122,7 +155,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
       .num_chunks = merge.num_chunks,
       .has_columns = column < params.head_dim_vo,
   };
-  float2 batch[kBatch];
+  Columns<Shape::kWidth> batch[Shape::kBatch];
   load_batch(batch, row, 0);
 
   const int group_size = params.grid.group_size;
@@ -132,15 +165,17 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
   const float keyless =
       has_keyless(params.extras) ? sink(params.extras, static_cast<int>(head)) : -INFINITY;
   const PartialLse base = largest_term(row, keyless, lane);
-  RowSums sums = add_chunks(batch, row, base, lane);
+  RowSums<Shape::kWidth> sums = add_chunks(batch, row, base, lane);
   sums.weights += exp2f(difference({.high = 0.0f, .low = keyless}, base));
 
   if (row.has_columns) {
     const float factor = sums.weights == 0.0f ? 0.0f : 1.0f / sums.weights;
     T* o = static_cast<T*>(params.o.data) + token * params.o.stride_token +
            head * params.o.stride_head + column;
-    *reinterpret_cast<Pack<T, kWidth>*>(o) = {from_float<T>(sums.o.x * factor),
-                                              from_float<T>(sums.o.y * factor)};
+    Pack<T, Shape::kWidth> out;
+#pragma unroll
+    for (int c = 0; c < Shape::kWidth; ++c) out.element[c] = from_float<T>(sums.o.of[c] * factor);
+    *reinterpret_cast<Pack<T, Shape::kWidth>*>(o) = out;
   }
   if (column == 0 && params.lse.data != nullptr) {
     const float lse =
@@ -153,7 +188,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
 // blockIdx.x: the merge item; the CTAs of blockIdx.y share its rows.
 // NOTE: the plan is read before the partials are complete: it was there when the forward kernel,
 // which lets this one begin early, began itself.
-template <class T>
+template <class T, class Shape>
 __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const CombineParams params) {
   const MergeItem merge = params.merges[blockIdx.x];
   RequestInfo request = params.requests[merge.request];
@@ -162,26 +197,26 @@ __global__ void __launch_bounds__(kWarps* kWarpSize) combine_kernel(const Combin
   }
   const QueryRows rows = params.grid.rows(request, merge.row_begin);
   const int stride = params.grid.partial_rows(request, rows);
-  const int column_blocks = ceil_div(params.head_dim_vo, kWarpColumns);
+  const int column_blocks = ceil_div(params.head_dim_vo, kWarpSize * Shape::kWidth);
   const int warp = threadIdx.x / kWarpSize;
-  const int lane_column = threadIdx.x % kWarpSize * kWidth;
+  const int lane_column = threadIdx.x % kWarpSize * Shape::kWidth;
   wait_for_kernel_before();
   for (int unit = blockIdx.y * kWarps + warp; unit < rows.count * column_blocks;
        unit += gridDim.y * kWarps) {
     const int row = unit / column_blocks;
-    combine_row<T>(params, merge, request,
-                   {.row = row, .packed_row = rows.begin + row, .stride = stride},
-                   unit % column_blocks * kWarpColumns + lane_column);
+    combine_row<T, Shape>(params, merge, request,
+                          {.row = row, .packed_row = rows.begin + row, .stride = stride},
+                          unit % column_blocks * kWarpSize * Shape::kWidth + lane_column);
   }
 }
 
-}  // namespace
-
-cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_t stream) {
+template <class Shape>
+cudaError_t launch_shape(const CombineParams& params, int num_sms, cudaStream_t stream) {
   // One pass over a tile where there are few of them; with many, fewer CTAs each, since most of a
   // decode tile's rows are empty and a CTA that finds nothing to do still costs its launch.
   constexpr int kCtasPerSm = 4;
-  const int units = params.grid.rows_per_tile * ceil_div(params.head_dim_vo, kWarpColumns);
+  const int units =
+      params.grid.rows_per_tile * ceil_div(params.head_dim_vo, kWarpSize * Shape::kWidth);
   const int ctas_per_merge =
       std::clamp(ceil_div(num_sms * kCtasPerSm, params.num_merges), 1, ceil_div(units, kWarps));
   cudaLaunchConfig_t config = {};
@@ -189,10 +224,20 @@ cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_
   config.blockDim = dim3(kWarps * kWarpSize);
   config.stream = stream;
   auto launch = [&](auto tag) {
-    return launch_early<&combine_kernel<typename decltype(tag)::type>>(config, params);
+    return launch_early<&combine_kernel<typename decltype(tag)::type, Shape>>(config, params);
   };
   if (params.o_dtype == DType::kFloat8E4M3) return launch(TypeTag<__nv_fp8_e4m3>{});
   return dispatch_element(params.o_dtype, launch);
+}
+
+}  // namespace
+
+cudaError_t launch_combine(const CombineParams& params, int num_sms, cudaStream_t stream) {
+  // A tall tile has a warp for each of its rows.
+  constexpr int kTallRows = 64;
+  const bool many = params.grid.rows_per_tile >= kTallRows && params.num_merges >= num_sms;
+  return many ? launch_shape<ManyRows>(params, num_sms, stream)
+              : launch_shape<FewRows>(params, num_sms, stream);
 }
 
 }  // namespace preflash
