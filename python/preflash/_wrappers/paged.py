@@ -140,7 +140,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
                 PREFLASH_BATCH_INVARIANT=1 in the environment, read at import, sets it for every
                 call.
             fixed_split_size: keys per KV chunk, rounded up to whole key tiles; implies
-                batch_invariant. None, 0 and -1 let the planner choose.
+                batch_invariant. Partial results that exceed the float workspace take up to 64
+                launches a run. None, 0 and -1 let the planner choose.
             disable_split_kv: never split keys, whatever fixed_split_size says; implies
                 batch_invariant.
             seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
