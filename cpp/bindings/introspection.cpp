@@ -13,8 +13,8 @@
 #include "core/plan.h"
 #include "core/pod_cost.h"
 #include "cpu/cpu_backend.h"
+#include "registry/match.h"
 #include "registry/matrix.h"
-#include "registry/not_compiled.h"
 #include "registry/registry.h"
 
 namespace preflash {
