@@ -92,7 +92,8 @@ _INTRODUCTION = """
 ## Options
 
 A row serves each of its options with each of its dtypes and head_dims; every smaller multiple of 8
-runs in the next larger size. 192x128 is 192 for q and k with 128 for v.
+runs in the next larger size. 192x128 is 192 for q and k with 128 for v. A listed size may run in a
+larger one's kernel: [variants.md](variants.md) has the sizes that are compiled for each option.
 
 Every row takes ragged and paged batches, single requests, NHD and HND, any page size, any ratio of
 query to KV heads, any strides, and CUDA graphs. 128 MB of float workspace are enough however large

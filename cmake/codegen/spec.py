@@ -169,6 +169,7 @@ def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
     exclusions += _served_at_run_time(vocabulary)
     rows = _expand(axes, exclusions, misses)
     rows = _with_whole_blocks(rows, vocabulary, misses)
+    _check_sizes_of_cpu(rows, vocabulary, misses)
     rows = _with_options(rows, options, vocabulary, misses)
     variants = _with_tiles(rows, tiles, vocabulary, misses)
     ids = [vocabulary.id_of(row) for row in rows]
@@ -313,10 +314,26 @@ def _with_whole_blocks(
 
     for text in grouped((row for row in rows if not fits(row)), ["family", *sizes]):
         misses.add(
-            f"forward.toml: {text} is no multiple of the family's head_dim_step: add an "
-            "[[exclude]], the next larger size serves it"
+            f"forward.toml: {text} is no multiple of the family's head_dim_step: leave the value "
+            "out, or change the kernels first (CONTRIBUTING.md, Add a variant)"
         )
     return [row for row in rows if fits(row)]
+
+
+def _check_sizes_of_cpu(
+    rows: Sequence[Mapping[str, str]], vocabulary: Vocabulary, misses: Misses
+) -> None:
+    """Reports head_dims beside the largest one on the CPU, whose loops take them at run time."""
+    of_cpu = [row for row in rows if vocabulary.families[row["family"]].on_cpu]
+    for axis in (axis for axis in vocabulary.axes.values() if axis.type == SIZES):
+        width = {value: max(map(int, value.split("x"))) for value in axis.values}
+        largest = max((width[row[axis.name]] for row in of_cpu), default=0)
+        surplus = (row for row in of_cpu if width[row[axis.name]] < largest)
+        for text in grouped(surplus, ["family", axis.name]):
+            misses.add(
+                f"forward.toml: {text} is served by the largest size of the family: add it to the "
+                "[[exclude]] of the smaller ones"
+            )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@
 #include "core/plan.h"
 #include "core/pod_cost.h"
 #include "cpu/cpu_backend.h"
+#include "registry/match.h"
 #include "registry/matrix.h"
-#include "registry/not_compiled.h"
 #include "registry/registry.h"
 
 namespace preflash {
@@ -81,7 +81,8 @@ std::string cuda_error() {
   return Registry::instance().cuda() == nullptr ? Registry::instance().cuda_error() : "";
 }
 
-// None where a kernel serves the request, or the sentence that says why none does.
+// None if a kernel covers the variant, else the sentence that says why none does. Values of options
+// are checked by plan() alone (planner/validate.cpp).
 py::object error_of(const Variant& wanted) {
   FoundKernel found = Registry::instance().find(wanted);
   return found.kernel != nullptr ? py::object(py::none()) : py::object(py::str(found.error));

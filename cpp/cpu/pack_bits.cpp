@@ -11,7 +11,7 @@ namespace preflash::cpu {
 namespace {
 
 // Packed; below, a thread is not worth waking.
-constexpr std::int64_t kTaskBytes = std::int64_t{1} << 14;
+constexpr std::int64_t kPackTaskBytes = std::int64_t{1} << 14;
 
 // Eight bytes to eight bits, byte i to bit i (little) or bit 7 - i (big).
 std::uint8_t pack_eight(const std::uint8_t* x, bool little) {
@@ -49,10 +49,10 @@ void pack_bits(const PackBitsParams& params, int num_threads) {
   if (params.num_segments == 0) return;
   const std::int64_t* segments_end = params.out_begin + params.num_segments;
   const std::int64_t first = params.out_begin[0], total = *segments_end - first;
-  const int tasks = static_cast<int>((total + kTaskBytes - 1) / kTaskBytes);
+  const int tasks = static_cast<int>((total + kPackTaskBytes - 1) / kPackTaskBytes);
   parallel_for(tasks, num_threads, [&](int task) {
-    const std::int64_t begin = first + task * kTaskBytes;
-    const std::int64_t end = std::min(begin + kTaskBytes, *segments_end);
+    const std::int64_t begin = first + task * kPackTaskBytes;
+    const std::int64_t end = std::min(begin + kPackTaskBytes, *segments_end);
     // The last segment that starts at or before `begin`, and those after it up to `end`.
     auto segment = std::upper_bound(params.out_begin, segments_end, begin) - params.out_begin - 1;
     for (; segment < params.num_segments && params.out_begin[segment] < end; ++segment) {

@@ -24,8 +24,9 @@ using SegmentKernels = PerSegment<const ForwardKernel*>;
 inline constexpr std::int32_t kMaxRequestLength = 1 << 30;
 
 // Checks the values of options and lengths; Python checks forms and page indices, Launch checks
-// memory. Throws std::invalid_argument with a message that names the argument (as Python spells
-// it), its value, the rule and the way out, and the segment where there are two.
+// memory. Throws std::invalid_argument with a message that names the argument, its value, the rule
+// and the way out, and the segment where there are two. Arguments have the names of Python's calls,
+// options those of AttentionOptions where the two differ (head_dim_qk for a call's head_dim).
 void validate(const Problem& problem);
 
 // The tile class of a segment.

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "cpu/cpu_backend.h"
+#include "registry/match.h"
 #include "registry/not_compiled.h"
 #include "registry/shared_library.h"
 

@@ -100,7 +100,10 @@ def kernels() -> list[dict[str, Any]]:
 
 def find_id(wanted: Variant) -> str | None: ...
 @overload
-def find_error(wanted: Variant) -> str | None: ...
+def find_error(wanted: Variant) -> str | None:
+    """Why no compiled kernel covers the variant; None if one does. Values of options, such as a
+    head_dim of 12, are checked by plan() alone."""
+
 @overload
 def find_error(family: Family, options: AttentionOptions) -> str | None: ...
 def prefer_two_launches(

@@ -1,4 +1,7 @@
-"""The input of the planner: the checked arguments of one call."""
+"""The input of the planner: the checked arguments of one call, its batch and its options.
+
+A request *of the batch* is something else: one of its sequences.
+"""
 
 from __future__ import annotations
 

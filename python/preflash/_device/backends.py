@@ -45,7 +45,8 @@ class Backend:
         self.name: str = self._traits.backend
 
     def why_unsupported(self, device: torch.device, options: _core.AttentionOptions) -> str | None:
-        """Reason why the kernels cannot serve the options on this device; None if they can."""
+        """Reason why the kernels cannot serve the options on this device; None if a kernel covers
+        them. Values, such as a head_dim of 12, are checked by plan() alone."""
         return self.refusal(device) or _core.find_error(self.family, options)
 
     def why_not_together(self, prefill: Request, decode: Request) -> str | None:
@@ -64,8 +65,8 @@ class Backend:
         device = requests[0].device
         refusal = self.refusal(device)
         if refusal is not None:
-            # fa3 runs on one architecture. If this build lacks its kernels, that is the better
-            # advice than another backend for this GPU.
+            # A GPU of another architecture than fa3's: if this build has no kernel for the options
+            # either, find_error() is raised, because it also names what would work.
             if self._traits.one_architecture and device.type == "cuda":
                 missing = _core.find_error(self.family, requests[0].options)
                 if missing is not None:

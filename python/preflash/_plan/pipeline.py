@@ -1,13 +1,16 @@
 """The one way from arguments to a launch, for every public function:
 
 check   arguments -> Request             _check: options, lengths, scales, outputs; masks here
-plan    Request -> ExecutionPlan        here, by a backend of _device.backends
+plan    Request -> ExecutionPlan         here, by a backend of _device.backends; values of options
+                                         and lengths are checked in cpp/planner/validate.cpp
 place   its work list gets memory        _core.ExecutionPlan.allocate_in(), from _core.Workspace
 bind    shapes and strides -> launch     _core.ExecutionPlan asks _run.variant, _check.tensors
 run     addresses -> result              _core.ExecutionPlan
 
 A plan() that differs from the wrapper's last one in index arrays alone, as the steps of an engine
-do, takes one call for all but the last two: _core.plan_again (cpp/bindings/repeated_plan.h).
+do, takes one call for all but the last two: _core.plan_again (cpp/bindings/repeated_plan.h). If
+anything else differs or an array is wrong, plan_again returns False and changes nothing; the call
+then takes the steps above, which raise the error.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class BatchPrefillWrapper(EngineAttributes):
 
     def _request(self, a: BatchArguments, arrays: IndexArrays | None = None) -> Request:
         """Checks the form of all arguments but hints and the mask. Values of indptr and
-        last_page_len are checked by validate() of cpp/planner. arrays: instead of those of `a`."""
+        last_page_len are checked in cpp/planner/validate.cpp. arrays: instead of those of `a`."""
         given = batch_options(a)
         options, workspace, graph = given.options, self._plan.workspace, self._graph
         device, kv_layout = workspace.device_stream.device, self._kv_layout

@@ -1,4 +1,7 @@
-"""The plan of a batch wrapper, which holds everything of the wrapper that changes."""
+"""The plan of a batch wrapper, which holds everything of the wrapper that changes.
+
+Its variants each hold a _core.Plan, which is something else: the kernel and work list of a launch.
+"""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _batch_invariant(row: Row) -> list[Row]:
 
 
 def gpu_rows() -> list[Row]:
-    """16k tokens in all, heads * head_dim = 2048 for the dense rows; GQA 32/8 for the others."""
+    """16k tokens in all; 2048 // head_dim heads for the dense rows, GQA 32/8 for the others."""
     rows = [
         _dense(head_dim, length, 16384, 2048 // head_dim, mask)
         for head_dim in (64, 128, 256)
