@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import gc
 import itertools
+import weakref
 
-import preflash
 import pytest
 import torch
 from fuzz import pod_problems, pod_trial
@@ -61,10 +61,7 @@ PAIRS = {
 PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "HND", "group 7"}
 TWO_LAUNCHES = {"no prefill", "no decode", "neither"}
 MASKED_BATCHES = (dataclasses.replace(PREFILLS, mask=MaskKind.CUSTOM), DECODE)
-SEVERAL_ROWS = {"qo_lens": (1, 0, 5, 2, 3), "kv_lens": (90, 5, 17, 2, 1333)}
 BATCH_PAIRS = {
-    "causal": BATCHES,
-    "decode of several rows": (PREFILLS, dataclasses.replace(DECODE, **SEVERAL_ROWS)),
     "fp8 caches": alike(BATCHES, kv_dtype=E4M3),
     "no prefill": (dataclasses.replace(PREFILLS, qo_lens=(), kv_lens=()), DECODE),
     "no decode": (PREFILLS, NO_DECODE),
@@ -102,12 +99,10 @@ def test_pairs(target, name):
 
 @pytest.mark.parametrize("pair", BATCH_PAIRS.values(), ids=BATCH_PAIRS)
 def test_batches(target, pair):
-    pod = planned(target, pair, BatchPod)
-    for _ in range(2):
-        pod.check()
+    planned(target, pair, BatchPod).check()
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_pairs(target, seed):
     """Problems of the fuzzer: both wrappers, any prefill with any decode batch."""
     problem = pod_problems.draw(seed, 0, Limits(work=2e7, fp8=False))
@@ -134,13 +129,9 @@ def test_launches(target, invariant):
 
 
 def test_masks_of_other_kinds(target):
-    """A packed mask takes precedence, any mask over causal_p; integers other than 0 are True."""
+    """A mask takes precedence over causal_p; integers other than 0 are True."""
     pod = planned(target, PAIRS["masked"])
-    mask = pod.prefill.masks[0]
-    packed = preflash.packbits(mask.flatten(), bitorder="little")
-    pod.check(custom_mask_p=torch.zeros_like(mask), packed_custom_mask_p=packed)
-    pod.check(custom_mask_p=mask.int() * 256)
-    pod.check(causal_p=True)
+    pod.check(custom_mask_p=pod.prefill.masks[0].int() * 256, causal_p=True)
 
 
 def test_one_plan_of_batches_serves_every_mask(target):
@@ -247,11 +238,13 @@ def test_graphs_of_two_launches_keep_their_prefills(target, recorder, for_graphs
     for case in (PREFILL, LONE_ROW, PREFILL):  # the last one is planned in the place of the first
         pod.plan(batch_invariant=True)
         pod.prefill = pod.built(case, 1)
-        graphs.append((pod.prefill, captured(pod, recorder)))
+        made = captured(pod, recorder)
+        graphs.append((pod.prefill, made, weakref.ref(pod.wrapper._pod_plans.last.launch)))
     pod.plan(batch_invariant=True)
     gc.collect()
-    for pod.prefill, captured_run in graphs:
-        pod.check_replay(*captured_run)
+    for pod.prefill, made, launch in graphs:
+        assert launch() is not None, "its work list is freed memory"
+        pod.check_replay(*made)
 
 
 def test_attributes_copies_and_recording(target):
