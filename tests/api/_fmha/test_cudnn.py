@@ -9,6 +9,7 @@ import torch
 from cudnn_calls import arguments, call, check, cumulated, make_case, rows_of
 from fuzz import cudnn_problems, cudnn_trial
 from fuzz.random_cases import Limits
+from graph_replays import replayed
 from planned_cases import mistakes, spoil
 from preflash.testing import build, poison
 
@@ -255,13 +256,7 @@ def test_values_on_the_gpu_are_checked_for_debugging(monkeypatch):
 def test_a_captured_call_follows_its_arrays(page_size):
     inputs = build(make_case(page_size=page_size), device="cuda")
     kwargs = arguments(inputs, device="cuda")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(**kwargs, **GRAPH)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out, lse = call(**kwargs, **GRAPH)
+    graph, (out, lse) = replayed(lambda: call(**kwargs, **GRAPH))
     rows = sum(inputs.case.qo_lens)
     for qo_lens in ((5, 37, 1, 70), (3, 0, 1, 44)):
         kwargs["actual_seq_lens_q"].copy_(torch.tensor(qo_lens, dtype=torch.int32))
@@ -270,10 +265,8 @@ def test_a_captured_call_follows_its_arrays(page_size):
         torch.testing.assert_close(out[:rows], expected[:rows])
         torch.testing.assert_close(lse, expected_lse)
     torch.cuda.synchronize()
-    with (
-        pytest.raises(RuntimeError, match="pass is_cuda_graph_compatible=True"),
-        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
-    ):
+    refused = pytest.raises(RuntimeError, match="pass is_cuda_graph_compatible=True")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         call(**kwargs)
     for name, value, error, match in (
         ("actual_seq_lens_q", kwargs["actual_seq_lens_q"].cpu(), ValueError,

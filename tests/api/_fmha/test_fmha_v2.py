@@ -20,6 +20,7 @@ from fuzz.fmha_problems import (
     run,
 )
 from graph_replays import replayed
+from preflash.testing import comparison
 
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
@@ -47,7 +48,7 @@ def test_random_problems(target, seed):
     verify(random_case(seed), target, LENGTHS[seed % 2])
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_same_requests_in_another_order(target, seed):
     """On a GPU a plan for the longest requests serves both calls."""
     case = dataclasses.replace(random_case(seed), spare_length=40)
@@ -78,11 +79,10 @@ def test_lengths_beyond_the_longest_are_cut_off(backend):
     inputs = build(changed(stats=False), "cuda")
     inputs.arguments["seq_lens"] += 100
     shorter = {"max_q_len": 50, "max_kv_len": 60, "backend": backend}
-    rows = inputs.of_requests(attention(**inputs.arguments | shorter)).cpu().split(CASE.qo_lens)
-    for got, (q, k, v) in zip(rows, inputs.requests, strict=True):
-        attend = preflash.single_prefill_with_kv_cache
-        expected = attend(q[:50], k[:60], v[:60], causal=True, sm_scale=CASE.bmm1)
-        torch.testing.assert_close(got[:50], expected, atol=2e-3, rtol=0.0)
+    out = inputs.of_requests(attention(**inputs.arguments | shorter)).cpu()
+    inputs.requests = [(q[:50], k[:60], v[:60]) for q, k, v in inputs.requests]
+    first_rows = torch.cat([rows[:50] for rows in out.split(CASE.qo_lens)])
+    comparison.compare(first_rows, None, inputs.expected()).check()
 
 
 def test_plans_for_the_longest_requests_have_no_copies(target):
