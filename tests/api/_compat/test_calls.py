@@ -362,12 +362,14 @@ def test_a_mask_comes_and_goes_between_steps(target):
 # --- refusals ---------------------------------------------------------------------
 
 
-def plans(*more, **options):
-    return lambda w, i: w.plan(*leading(i), *more, **options)
+def calls(method, *more, end=None, **options):
+    """Calls a method with its first arguments, which are right, and with more."""
 
+    def call(wrapper, inputs):
+        first = tensors(inputs) if method == "run" else leading(inputs)
+        getattr(wrapper, method)(*first[:end], *more, **options)
 
-def runs(*more, **options):
-    return lambda w, i: w.run(*tensors(i), *more, **options)
+    return call
 
 
 def constructs(**options):
@@ -379,24 +381,11 @@ def replans(**options):
 
 
 def runs_with_scales(names, **options):
-    return lambda w, i: w.run(*tensors(i), *(getattr(i.scales, name) for name in names), **options)
+    return lambda w, i: calls("run", *(getattr(i.scales, name) for name in names), **options)(w, i)
 
 
 def misaligned(inputs):
     return runner.workspace(inputs.q.device, 1025)[1:]
-
-
-# Arguments of plan() that bind to no parameters: how many of the first ones, the others.
-UNBOUND = [
-    (r"missing .*: '(head_dim|page_size)'", -1, (), {}),
-    ("casual", None, (), {"casual": True}),
-    ("too many positional", None, (None,) * 60, {}),
-    ("multiple values .*num_qo_heads", None, (), {"num_qo_heads": 4}),
-]
-
-
-def binds_to_nothing(method, end, more, options):
-    return lambda w, i: getattr(w, method)(*leading(i)[:end], *more, **options)
 
 
 FACTORS = "one factor for each head|all three of them"
@@ -404,17 +393,21 @@ WITH_SINKS = both(sinks=Sinks.MIXED, mask=MaskKind.CAUSAL)
 # Cases and an error, with pieces of its messages and the calls.
 REFUSED = [
     (BOTH, TypeError, [
-        ("head_dim_vo was given by position and by name", plans(64, head_dim_vo=64)),
-        ("custom_mask", plans("mask", q_data_type=HALF)),
-        (r"run\(\) got", runs(*(None,) * 5, torch.ones(4))),
-        *((match, binds_to_nothing(method, *row))
-          for method in ("begin_forward", "workspace_size") for match, *row in UNBOUND),
+        ("head_dim_vo was given by position and by name", calls("plan", 64, head_dim_vo=64)),
+        ("custom_mask", calls("plan", "mask", q_data_type=HALF)),
+        (r"run\(\) got", calls("run", *(None,) * 5, torch.ones(4))),
+        *(row for method in ("begin_forward", "workspace_size") for row in (
+            (r"missing .*: '(head_dim|page_size)'", calls(method, end=-1)),
+            ("casual", calls(method, casual=True)),
+            ("too many positional", calls(method, *(None,) * 60)),
+            ("multiple values .*num_qo_heads", calls(method, num_qo_heads=4)),
+        )),
     ]),
     (BOTH, NotImplementedError, [
         ("variant_owns_mask", constructs(variant_owns_mask=True)),
-        ("o_scale", runs(o_scale=0.5)),
-        ("use_fp16_softmax", runs(use_fp16_softmax=True)),
-        ("uses_spcompress", runs(uses_spcompress=True)),
+        ("o_scale", calls("run", o_scale=0.5)),
+        ("use_fp16_softmax", calls("run", use_fp16_softmax=True)),
+        ("uses_spcompress", calls("run", uses_spcompress=True)),
         *(("jit_args", constructs(jit_args=value)) for value in (
             jit_args(variant="FlashSigmoid"), jit_args(scalars=["logits_scale", "sigmoid_bias"]),
             jit_args(indices=torch.int64), jit_args()[:7], jit_args(tensors=None), "AttentionSink",
@@ -431,9 +424,9 @@ REFUSED = [
         ("v_indptr", lambda w, i: runner.plan(w, i, v_indptr=i.kv_indptr + 1)),
         ("o_indptr", lambda w, i: runner.plan(w, i, o_indptr=i.qo_indptr + 1)),
     ]),
-    (BOTH[:1], TypeError, [("argument 'return_lse'", runs(True, return_lse=True))]),
+    (BOTH[:1], TypeError, [("argument 'return_lse'", calls("run", True, return_lse=True))]),
     (BOTH[1:], TypeError, [
-        *((f"multiple values for argument {name!r}", runs(0.5, 2.0, True, **{name: 1.0}))
+        *((f"multiple values for argument {name!r}", calls("run", 0.5, 2.0, True, **{name: 1.0}))
           for name in ("return_lse", "k_scale", "v_scale")),
     ]),
     # The fourth positional argument: factors of the heads of an fp8 q, not a mask.
@@ -457,7 +450,7 @@ REFUSED = [
         )
     ]),
     (WITH_SINKS, TypeError, [
-        ("sink", runs()),
+        ("sink", calls("run")),
         ("takes no sink", lambda w, i: w.forward(*tensors(i))),
         ("too many", lambda w, i: w.run(*tensors(i), i.sinks, 0.1, 0.2)),
         ("Did you mean 'v_scale'", lambda w, i: w.run(*tensors(i), i.sinks, vscale=0.2)),

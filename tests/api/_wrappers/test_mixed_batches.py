@@ -26,20 +26,13 @@ def arguments(inputs) -> dict:
     """Returns the arguments of BatchAttention.plan()."""
     case = inputs.case
     return {
-        "qo_indptr": inputs.qo_indptr,
-        "kv_indptr": inputs.kv_indptr,
-        "kv_indices": inputs.indices,
-        "kv_len_arr": torch.tensor(case.kv_lens, dtype=torch.int32),
-        "num_qo_heads": case.num_qo_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dim_qk": case.head_dim,
-        "head_dim_vo": case.dim_vo,
-        "page_size": case.page_size,
-        "causal": case.mask is MaskKind.CAUSAL,
-        "logits_soft_cap": case.soft_cap,
-        "q_data_type": case.dtype,
-        "kv_data_type": case.dtype,
-    }
+        "qo_indptr": inputs.qo_indptr, "kv_indptr": inputs.kv_indptr, "kv_indices": inputs.indices,
+        "kv_len_arr": ints(*case.kv_lens), "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads, "head_dim_qk": case.head_dim,
+        "head_dim_vo": case.dim_vo, "page_size": case.page_size,
+        "causal": case.mask is MaskKind.CAUSAL, "logits_soft_cap": case.soft_cap,
+        "q_data_type": case.dtype, "kv_data_type": case.dtype,
+    }  # fmt: skip
 
 
 CHANGES = {
@@ -59,8 +52,7 @@ def test_batch_attention(target, changes):
     lse = poison(inputs.q.shape[:2], torch.float32, target.device)
     cap = {"logits_soft_cap": case.soft_cap} if case.soft_cap else {}
     results = wrapper.run(inputs.q, inputs.cache, out, lse, **cap)
-    assert results[0] is out
-    assert results[1] is lse
+    assert all(given is result for given, result in zip((out, lse), results, strict=True))
     runner.compare(inputs, out, lse).check()
 
 
