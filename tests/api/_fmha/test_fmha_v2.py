@@ -148,19 +148,15 @@ def test_tables_of_both_pools(target, layout, lengths):
 )
 def test_scales_beyond_the_range_of_float16(target, out_dtype, bmm2, value, own_out):
     """A value that float16 queries cannot hold reaches an output of another dtype."""
-    q, k, v = (target.to(torch.full((9, 2, 64), x, dtype=torch.float16)) for x in (0.0, 1.0, value))
-    out = target.to(torch.full((9, 2, 64), 7.0)).to(out_dtype)
-    lengths = torch.tensor([0, 8], dtype=torch.int32)
-    result = attention(
-        (q, k, v), "SEPARATE_Q_K_V", target.to(torch.empty(0, dtype=torch.uint8)), lengths[1:],
-        8, 8, 1.0, bmm2, 1, lengths, lengths, out=out if own_out else None, out_dtype=out_dtype,
-        backend=target.backend,
-    )  # fmt: skip
+    case = FmhaCase((8,), (8,), num_heads=2, out_dtype=out_dtype, bmm2=bmm2, brings_out=own_out)
+    inputs = build(case, target.device)
+    for operand, constant in zip(inputs.arguments["qkv"], (0.0, 1.0, value), strict=True):
+        operand.fill_(constant)
+    result = inputs.of_requests(attention(**inputs.arguments, backend=target.backend))
     expected = value * bmm2 if out_dtype == torch.bfloat16 else min(value * bmm2, 448.0)
     wanted = torch.full((8, 2, 64), expected, dtype=torch.float64)
     rtol = 2.0**-8 if out_dtype == torch.bfloat16 else 2.0**-4  # half a step of the output
-    torch.testing.assert_close(result[:8].cpu().double(), wanted, rtol=rtol, atol=0.0)
-    assert not own_out or bool((result[8:].float() == 7.0).all())
+    torch.testing.assert_close(result.cpu().double(), wanted, rtol=rtol, atol=0.0)
 
 
 def test_an_empty_batch(target):
