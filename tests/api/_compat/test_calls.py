@@ -15,18 +15,15 @@ import preflash
 import pytest
 import torch
 from planned_cases import PAGED_ARRAYS, tensors, unplanned
-from preflash.testing import Case, KvForm, MaskKind, Sinks, build, compare, poison, runner
+from preflash.testing import Case, MaskKind, Sinks, build, compare, poison, runner
 from preflash.testing.oracle import reference
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RAGGED = Case("ragged", (9, 0, 33, 1), (40, 7, 90, 5), 4, 2, 64, dtype=HALF)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
-# K and V are two halves of one last dimension.
-VLLM = dataclasses.replace(PAGED, name="vllm", form=KvForm.HALVES)
 SINGLE = Case("single", (9,), (30,), 4, 2, 64)
 BOTH = (RAGGED, PAGED)
-BUFFERS = [f"{name}_buf" for name in PAGED_ARRAYS]
 
 
 def both(**changes) -> tuple[Case, ...]:
@@ -126,7 +123,7 @@ def numbers(wrapper, inputs):
 
 
 def soft_caps_that_are_none(wrapper, inputs):
-    for cap in (0, -1, -0.0, -30.0):
+    for cap in (0, -30.0):
         runner.plan(wrapper, inputs, logits_soft_cap=cap)
         assert wrapper._logits_soft_cap == 0.0
         yield runner.run(wrapper, inputs)
@@ -142,38 +139,19 @@ def indptr_of_values_and_outputs(wrapper, inputs):
             yield runner.run(wrapper, inputs)
 
 
-def as_vllm(*buffers, **options):
-    """Arrays are on the host, in pinned memory where there is a GPU, but for the page indices."""
-
-    def call(wrapper, inputs):
-        ints = functools.partial(torch.zeros, dtype=torch.int32, device=inputs.q.device)
-        sizes = {name: ints(n) for name, n in zip(buffers, (5, 5, 64, 4), strict=False)}
-        wrapper = remade(wrapper, inputs, use_cuda_graph=False, **sizes)
-        arrays = dict(zip(PAGED_ARRAYS, leading(inputs), strict=False))
-        arrays["seq_lens"] = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
-        for name in set(arrays) - {"paged_kv_indices"}:
-            array = arrays[name].cpu()
-            arrays[name] = array.pin_memory() if torch.cuda.is_available() else array
-        plan = {
-            "num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "page_size": 16,
-            "sm_scale": inputs.case.scale, "window_left": -1, "logits_soft_cap": None,
-            "causal": True, "q_data_type": HALF, "kv_data_type": HALF, "o_data_type": HALF,
-            "fixed_split_size": -1, "disable_split_kv": False,
-        }  # fmt: skip
-        wrapper.plan(**arrays, **{**plan, **options})
-        scales = {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "kv_cache_sf": None}
-        out = poison(inputs.q.shape, HALF, inputs.q.device)
-        yield wrapper.run(inputs.q, (inputs.k, inputs.v), **scales, out=out, return_lse=True)
-
-    return call
-
-
 # --- run() ----------------------------------------------------------------------
 
 
 def neutral_values(wrapper, inputs):
-    wrapper = remade(wrapper, inputs, jit_args=None, jit_kwargs=None, variant_owns_mask=False)
-    runner.plan(wrapper, inputs)
+    """TensorRT-LLM gives buffers without graphs; engines give -1 and False for no split size."""
+    names = PAGED_ARRAYS if inputs.case.paged else ("qo_indptr", "kv_indptr")
+    buffers = {f"{name}_buf": torch.zeros_like(array).to(inputs.q.device)
+               for name, array in zip(names, leading(inputs), strict=False)}  # fmt: skip
+    neutral = {"jit_args": None, "jit_kwargs": None, "variant_owns_mask": False}
+    wrapper = remade(wrapper, inputs, use_cuda_graph=False, **neutral, **buffers)
+    runner.plan(wrapper, inputs, fixed_split_size=4096, disable_split_kv=True)
+    yield runner.run(wrapper, inputs)
+    runner.plan(wrapper, inputs, fixed_split_size=-1, disable_split_kv=False)
     for name, value in (("o_scale", 1.0), ("use_fp16_softmax", False), ("uses_spcompress", False)):
         for neutral in (None, value):
             yield runner.run(wrapper, inputs, **{name: neutral})
@@ -202,7 +180,7 @@ def scales_by_position(wrapper, inputs):
 
 
 def queries_of_e5m2(o_dtype, **options):
-    """The oracle's queries are of the output's dtype, with values of float8_e5m2."""
+    """The oracle's queries have the output's dtype, with values of float8_e5m2."""
 
     def call(wrapper, inputs):
         q = inputs.q.to(E5M2)
@@ -237,13 +215,13 @@ def of_sinks(wrapper, inputs, jit_kwargs=None, **replaced):
     return remade(wrapper, inputs, **options)
 
 
-def sinks_by_position(window, causal):
+def sinks_by_position(**options):
     def call(wrapper, inputs):
-        wrapper = of_sinks(wrapper, inputs, jit_kwargs={"use_sliding_window": window >= 0})
-        runner.plan(wrapper, inputs, causal=causal, window_left=window)
-        arguments = (*tensors(inputs), inputs.sinks, 0.11)
-        yield wrapper.run(*arguments)
-        yield wrapper.run_return_lse(*arguments)
+        sliding = {"use_sliding_window": "window_left" in options}
+        wrapper = of_sinks(wrapper, inputs, jit_kwargs=sliding)
+        runner.plan(wrapper, inputs, **options)
+        for run in (wrapper.run, wrapper.run_return_lse):
+            yield run(*tensors(inputs), inputs.sinks, 0.11)
 
     return call
 
@@ -276,23 +254,26 @@ def single(*arguments, name="single_prefill_with_kv_cache_return_lse"):
 def single_of_e5m2(wrapper, inputs):
     q = inputs.q.to(E5M2)
     inputs.q = q.to(BFLOAT)
-    out, lse = preflash.single_prefill_with_kv_cache_return_lse(
-        q, inputs.k[:30], inputs.v[:30], causal=True, backend=wrapper._backend
-    )
+    attend = preflash.single_prefill_with_kv_cache_return_lse
+    out, lse = attend(q, inputs.k[:30], inputs.v[:30], causal=True, backend=wrapper._backend)
     assert out.dtype == BFLOAT
     yield out, lse
 
 
 def run_after_forward(wrapper, inputs):
-    """run() has the options of begin_forward(), forward() its own: test_wrapper_contract.py."""
+    """run() has the options of begin_forward(), forward() its own, and none of the call before."""
     step = {"causal": True, "window_left": 11, "logits_soft_cap": 20.0, "sm_scale": 0.3}
-    for _ in range(2):
+    for names in (list(step), ["causal"], ["sm_scale", "window_left"], [], list(step)):
+        options = {name: step[name] for name in names}
         wrapper.begin_forward(*leading(inputs), q_data_type=inputs.case.dtype)
-        result = wrapper.forward_return_lse(*tensors(inputs), **step)
-        check(inputs, result, causal=True, window_left=11, soft_cap=20.0, sm_scale=0.3)
+        out, lse = wrapper.forward_return_lse(*tensors(inputs), **options)
+        assert torch.equal(wrapper.forward(*tensors(inputs), **options), out)
+        options["soft_cap"] = options.pop("logits_soft_cap", 0.0)
+        check(inputs, (out, lse), **options)
         shown = (wrapper._causal, wrapper._window_left, wrapper._logits_soft_cap)
         assert shown == (False, -1, 0.0)
         yield runner.run(wrapper, inputs)
+    assert wrapper.end_forward() is None
 
 
 OF_E5M2 = both(dtype=HALF, kv_dtype=E5M2)
@@ -306,15 +287,6 @@ CALLS = {
     "numbers": (BOTH, {**MEANT, "sm_scale": float(torch.tensor(SCALE))}, numbers),
     "soft caps": (BOTH, {}, soft_caps_that_are_none),
     "v_indptr": ((RAGGED,), {}, indptr_of_values_and_outputs),
-    # TensorRT-LLM's buffers are given without graphs.
-    "vLLM, buffers": ((VLLM,), {"causal": True}, as_vllm(*BUFFERS)),
-    "vLLM, batch invariance": (
-        (VLLM,), {"causal": True}, as_vllm(fixed_split_size=4096, disable_split_kv=True)
-    ),
-    "vLLM, gemma": (
-        (dataclasses.replace(VLLM, layout="HND"),), MEANT,
-        as_vllm(window_left=WINDOW, logits_soft_cap=CAP, sm_scale=SCALE),
-    ),
     "neutral": (BOTH, {}, neutral_values),
     "return_lse": ((RAGGED,), {}, return_lse_by_position),
     "return_lse, paged": (
@@ -323,10 +295,10 @@ CALLS = {
     "scales": (OF_FP8, {}, scales_by_position),
     "e5m2": (both(dtype=BFLOAT, kv_dtype=E5M2), {}, queries_of_e5m2(None)),
     "e5m2 to float16": (OF_E5M2, {"window_left": 12}, queries_of_e5m2(HALF, window_left=12)),
-    "sinks": (OF_SINKS, {"sm_scale": 0.11, "causal": True}, sinks_by_position(-1, True)),
+    "sinks": (OF_SINKS, {"sm_scale": 0.11, "causal": True}, sinks_by_position(causal=True)),
     "sinks, window": (
         both(sinks=Sinks.MIXED, dtype=BFLOAT), {"sm_scale": 0.11, "window_left": 20},
-        sinks_by_position(20, False),
+        sinks_by_position(window_left=20),
     ),
     "sinks, options": (
         OF_SINKS, {"sm_scale": 0.4, "window_left": 30, "out_scale": 0.5},
@@ -390,12 +362,14 @@ def test_a_mask_comes_and_goes_between_steps(target):
 # --- refusals ---------------------------------------------------------------------
 
 
-def plans(*more, **options):
-    return lambda w, i: w.plan(*leading(i), *more, **options)
+def calls(method, *more, end=None, **options):
+    """Calls a method with its first arguments, which are right, and with more."""
 
+    def call(wrapper, inputs):
+        first = tensors(inputs) if method == "run" else leading(inputs)
+        getattr(wrapper, method)(*first[:end], *more, **options)
 
-def runs(*more, **options):
-    return lambda w, i: w.run(*tensors(i), *more, **options)
+    return call
 
 
 def constructs(**options):
@@ -407,24 +381,11 @@ def replans(**options):
 
 
 def runs_with_scales(names, **options):
-    return lambda w, i: w.run(*tensors(i), *(getattr(i.scales, name) for name in names), **options)
+    return lambda w, i: calls("run", *(getattr(i.scales, name) for name in names), **options)(w, i)
 
 
 def misaligned(inputs):
     return runner.workspace(inputs.q.device, 1025)[1:]
-
-
-# Changes of the first arguments of plan(), which then bind to no parameters.
-UNBOUND = [
-    (r"missing .*: '(head_dim|page_size)'", lambda given: given[:-1], {}),
-    ("casual", lambda given: given, {"casual": True}),
-    ("too many positional", lambda given: given + (None,) * 60, {}),
-    ("multiple values .*num_qo_heads", lambda given: given, {"num_qo_heads": 4}),
-]
-
-
-def binds_to_nothing(method, change, options):
-    return lambda w, i: getattr(w, method)(*change(leading(i)), **options)
 
 
 FACTORS = "one factor for each head|all three of them"
@@ -432,17 +393,21 @@ WITH_SINKS = both(sinks=Sinks.MIXED, mask=MaskKind.CAUSAL)
 # Cases and an error, with pieces of its messages and the calls.
 REFUSED = [
     (BOTH, TypeError, [
-        ("head_dim_vo was given by position and by name", plans(64, head_dim_vo=64)),
-        ("custom_mask", plans("mask", q_data_type=HALF)),
-        (r"run\(\) got", runs(*(None,) * 5, torch.ones(4))),
-        *((match, binds_to_nothing(method, *row))
-          for method in ("begin_forward", "workspace_size") for match, *row in UNBOUND),
+        ("head_dim_vo was given by position and by name", calls("plan", 64, head_dim_vo=64)),
+        ("custom_mask", calls("plan", "mask", q_data_type=HALF)),
+        (r"run\(\) got", calls("run", *(None,) * 5, torch.ones(4))),
+        *(row for method in ("begin_forward", "workspace_size") for row in (
+            (r"missing .*: '(head_dim|page_size)'", calls(method, end=-1)),
+            ("casual", calls(method, casual=True)),
+            ("too many positional", calls(method, *(None,) * 60)),
+            ("multiple values .*num_qo_heads", calls(method, num_qo_heads=4)),
+        )),
     ]),
     (BOTH, NotImplementedError, [
         ("variant_owns_mask", constructs(variant_owns_mask=True)),
-        ("o_scale", runs(o_scale=0.5)),
-        ("use_fp16_softmax", runs(use_fp16_softmax=True)),
-        ("uses_spcompress", runs(uses_spcompress=True)),
+        ("o_scale", calls("run", o_scale=0.5)),
+        ("use_fp16_softmax", calls("run", use_fp16_softmax=True)),
+        ("uses_spcompress", calls("run", uses_spcompress=True)),
         *(("jit_args", constructs(jit_args=value)) for value in (
             jit_args(variant="FlashSigmoid"), jit_args(scalars=["logits_scale", "sigmoid_bias"]),
             jit_args(indices=torch.int64), jit_args()[:7], jit_args(tensors=None), "AttentionSink",
@@ -459,9 +424,9 @@ REFUSED = [
         ("v_indptr", lambda w, i: runner.plan(w, i, v_indptr=i.kv_indptr + 1)),
         ("o_indptr", lambda w, i: runner.plan(w, i, o_indptr=i.qo_indptr + 1)),
     ]),
-    (BOTH[:1], TypeError, [("argument 'return_lse'", runs(True, return_lse=True))]),
+    (BOTH[:1], TypeError, [("argument 'return_lse'", calls("run", True, return_lse=True))]),
     (BOTH[1:], TypeError, [
-        *((f"multiple values for argument {name!r}", runs(0.5, 2.0, True, **{name: 1.0}))
+        *((f"multiple values for argument {name!r}", calls("run", 0.5, 2.0, True, **{name: 1.0}))
           for name in ("return_lse", "k_scale", "v_scale")),
     ]),
     # The fourth positional argument: factors of the heads of an fp8 q, not a mask.
@@ -485,7 +450,7 @@ REFUSED = [
         )
     ]),
     (WITH_SINKS, TypeError, [
-        ("sink", runs()),
+        ("sink", calls("run")),
         ("takes no sink", lambda w, i: w.forward(*tensors(i))),
         ("too many", lambda w, i: w.run(*tensors(i), i.sinks, 0.1, 0.2)),
         ("Did you mean 'v_scale'", lambda w, i: w.run(*tensors(i), i.sinks, vscale=0.2)),
@@ -519,35 +484,34 @@ def test_refusals(target, case, error, match, call):
 @pytest.mark.parametrize("backend", ["fa2", "cutlass", "trtllm-gen", "cute-dsl", "xqa", "cudnn"])
 def test_the_environment_overrides_the_backend(monkeypatch, backend):
     """Engines compare `_backend` with the name in their code, "cudnn" excepted."""
-    if backend not in ("fa2", "cudnn"):
-        with pytest.raises(ValueError, match=f"{backend}.*PREFLASH_BACKEND=auto in the env"):
-            runner.make_wrapper(RAGGED, backend=backend)
     inputs = build(RAGGED)
     monkeypatch.setenv("PREFLASH_BACKEND", "auto")
     wrapper = runner.make_wrapper(RAGGED, backend=backend)
-    assert f"PREFLASH_BACKEND=auto instead of '{backend}'" in repr(wrapper)
     assert backend == "cudnn" or wrapper._backend == backend
     runner.plan(wrapper, inputs)
     assert wrapper._backend == ("cpu" if backend == "cudnn" else backend)
-    assert wrapper.variant.startswith("cpu_")
     assert f"'cpu' (PREFLASH_BACKEND=auto instead of '{backend}')" in repr(wrapper)
     check(inputs, runner.run(wrapper, inputs))
-
-
-def test_the_environment_and_other_calls(monkeypatch):
-    monkeypatch.setenv("PREFLASH_BACKEND", "auto")
     inputs = build(dataclasses.replace(SINGLE, qo_lens=(11,)))  # not planned by another test
-    check(inputs, runner.single(inputs, backend="fa2"))
+    check(inputs, runner.single(inputs, backend=backend))
     decode = preflash.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0), backend="fa2")
     decode.plan(*leading(build(PAGED))[1:])
     assert (decode._backend, decode.resolved_backend) == ("fa2", "cpu")
-    for value, backend, says in (
-        ("cpu", "cpu", None), ("", "cpu", None), ("", "cutlass", "cutlass"),
-        ("fa4", "cpu", "PREFLASH_BACKEND='fa4'"),
-    ):  # fmt: skip
-        monkeypatch.setenv("PREFLASH_BACKEND", value)
-        if says is None:
-            assert "PREFLASH_BACKEND" not in repr(runner.make_wrapper(RAGGED, backend=backend))
-        else:
-            with pytest.raises(ValueError, match=says):
-                runner.make_wrapper(RAGGED, backend=backend)
+
+
+# Values of PREFLASH_BACKEND, backends, and the refusals; None: the value overrides nothing.
+ENVIRONMENTS = [
+    ("cpu", "cpu", None), ("", "cpu", None), ("fa4", "cpu", "PREFLASH_BACKEND='fa4'"),
+    *(("", name, f"{name}.*PREFLASH_BACKEND=auto in the env")
+      for name in ("cutlass", "trtllm-gen", "cute-dsl", "xqa")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "backend", "says"), ENVIRONMENTS)
+def test_other_environments(monkeypatch, value, backend, says):
+    monkeypatch.setenv("PREFLASH_BACKEND", value)
+    if says is None:
+        assert "PREFLASH_BACKEND" not in repr(runner.make_wrapper(RAGGED, backend=backend))
+        return
+    with pytest.raises(ValueError, match=says):
+        runner.make_wrapper(RAGGED, backend=backend)

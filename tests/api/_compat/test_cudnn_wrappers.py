@@ -80,14 +80,13 @@ def test_offsets_in_tokens_with_lengths(target, case):
     """Pages then have the wrapper's layout. Offsets in elements are for cuDNN's backend alone."""
     case = dataclasses.replace(case, layout="NHD")
     inputs = build(case, device=target.device)
-    wrapper = runner.make_wrapper(case, backend="cudnn", device=target.device)
-    (positional, _), (in_elements_of, options) = runner.plan_arguments(inputs), in_elements(inputs)
-    wrapper.plan(*positional, **options)
+    wrapper, auto = (made(case, target.device, backend) for backend in ("cudnn", "auto"))
+    (tokens, _), (elements, options) = runner.plan_arguments(inputs), in_elements(inputs)
+    wrapper.plan(*tokens, **options)
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()
-    with pytest.raises(ValueError, match=r"qo_indptr|seq_lens_q|max"):
-        wrapper.plan(positional[0] * (6 * 64 + 8), *positional[1:], **options)
-    with pytest.raises(ValueError, match=r"seq_lens_q|qo_indptr|kv_indptr"):
-        made(case, target.device, "auto").plan(*in_elements_of, **options)
+    for one, arrays in ((wrapper, (tokens[0] * (6 * 64 + 8), *tokens[1:])), (auto, elements)):
+        with pytest.raises(ValueError, match=r"qo_indptr|seq_lens_q|kv_indptr|max"):
+            one.plan(*arrays, **options)
 
 
 @BOTH

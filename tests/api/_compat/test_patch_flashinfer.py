@@ -22,6 +22,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[3]
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+SINGLE = "single_prefill_with_kv_cache"
 
 
 def stand_ins(functions: str, classes: str = "") -> str:
@@ -40,15 +42,9 @@ PACKAGE = {
         from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
         from .quantization import packbits
     """,
-    "flashinfer/prefill.py": stand_ins(
-        "single_prefill_with_kv_cache trtllm_ragged_attention_deepseek",
-        "BatchPrefillWithPagedKVCacheWrapper",
-    )
-    + "from functools import partial\n"
-    "single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache)",
-    "flashinfer/decode.py": stand_ins(
-        "fast_decode_plan cudnn_batch_decode_with_kv_cache", "BatchDecodeWithPagedKVCacheWrapper"
-    ),
+    "flashinfer/prefill.py": stand_ins(f"{SINGLE} trtllm_ragged_attention_deepseek", PREFILL)
+    + f"from functools import partial\n{SINGLE}_return_lse = partial({SINGLE})",
+    "flashinfer/decode.py": stand_ins("fast_decode_plan cudnn_batch_decode_with_kv_cache", DECODE),
     "flashinfer/cascade.py": stand_ins("merge_state") + "merge_states = None",
     "flashinfer/attention/__init__.py": "from ._core import BatchAttention",
     "flashinfer/attention/_core.py": stand_ins("", "BatchAttention"),
@@ -59,20 +55,19 @@ PACKAGE = {
     """,
     "flashinfer/quantization/packbits.py": stand_ins("packbits"),
     "flashinfer/quantization/segment_packbits.py": "",
-    "flashinfer/late.py": "from .decode import BatchDecodeWithPagedKVCacheWrapper",
     "serving_engine.py": """
         import flashinfer
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
         from flashinfer.cascade import merge_state as merge
         from flashinfer.quantization import packbits as _pack
     """,
-    "late_engine.py": "from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper",
+    "flashinfer/late.py": f"from flashinfer.decode import {DECODE}",
+    "late_engine.py": f"from flashinfer.decode import {DECODE}",
 }
-PACKAGE_NAMES = ("flashinfer", "serving_engine", "late_engine")
 
 
 def of_package(name: str) -> bool:
-    return name.partition(".")[0] in PACKAGE_NAMES
+    return name.partition(".")[0] in ("flashinfer", "serving_engine", "late_engine")
 
 
 @pytest.fixture
@@ -102,7 +97,7 @@ def engine(flashinfer):
 
 
 def attributes():
-    """Returns the identity of every attribute of the imported modules of PACKAGE_NAMES."""
+    """Returns the identity of every attribute of the imported modules of the package."""
     return {
         (name, key): id(value)
         for name, module in list(sys.modules.items())
@@ -111,8 +106,6 @@ def attributes():
     }
 
 
-DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
-SINGLE = "single_prefill_with_kv_cache"
 REPLACED = {
     "flashinfer": [DECODE, PREFILL, "fast_decode_plan", "merge_state", "packbits", SINGLE],
     "flashinfer.attention": ["BatchAttention"],
@@ -175,38 +168,50 @@ def test_undo_restores_every_object(flashinfer, engine):
 
 
 def test_modules_imported_while_patched(flashinfer):
-    original = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    original = getattr(flashinfer, DECODE)
     with preflash.patch_flashinfer():
         late = importlib.import_module("flashinfer.late")
         engine = importlib.import_module("late_engine")
-        for module in (late, engine):
-            assert module.BatchDecodeWithPagedKVCacheWrapper is (
-                preflash.BatchDecodeWithPagedKVCacheWrapper
-            )
-    assert late.BatchDecodeWithPagedKVCacheWrapper is original
+        ours = preflash.BatchDecodeWithPagedKVCacheWrapper
+        assert getattr(late, DECODE) is getattr(engine, DECODE) is ours
+    assert getattr(late, DECODE) is original
     # Documented: it cannot be told from an import of preflash's own.
-    assert engine.BatchDecodeWithPagedKVCacheWrapper is preflash.BatchDecodeWithPagedKVCacheWrapper
+    assert getattr(engine, DECODE) is ours
 
 
 def test_modules_that_load_themselves_are_not_loaded(flashinfer, no_flashinfer, tmp_path):
     tmp_path.joinpath("serving_engine.py").write_text("raise AssertionError('loaded')")
     spec = importlib.util.find_spec("serving_engine")
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    no_flashinfer.setitem(sys.modules, "serving_engine", module)
-    spec.loader.exec_module(module)
+    loader = importlib.util.LazyLoader(spec.loader)
+    no_flashinfer.setitem(sys.modules, spec.name, module := importlib.util.module_from_spec(spec))
+    loader.exec_module(module)
     with preflash.patch_flashinfer() as patch:
         assert patch.replaced
 
 
-def test_wrappers_made_before_are_refused(flashinfer):
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper()
-    array = torch.tensor([0], dtype=torch.int32)
-    with (
-        preflash.patch_flashinfer(),
-        pytest.raises(TypeError, match=r"flashinfer\.decode\.Batch.*must be preflash's"),
-    ):
-        flashinfer.fast_decode_plan(wrapper, array, array, array, 4, 2, 64, 16)
+NO_ARRAY = torch.tensor([0], dtype=torch.int32)
+# Calls with a wrapper that was made before the patch, and their refusals.
+REFUSED = [
+    (lambda old: preflash.fast_decode_plan(old, *[NO_ARRAY] * 3, 4, 2, 64, 16), TypeError,
+     r"flashinfer\.decode\.Batch.*must be preflash's"),
+    (lambda old: preflash.patch_flashinfer(["merge_stats"]), ValueError,
+     r"no 'merge_stats' of.*Did you mean 'merge_state"),
+    (lambda old: preflash.patch_flashinfer("merge_state"), TypeError,
+     "list of names, got the string 'merge_state'"),
+    (lambda old: plugin_of("vllm.general_plugins")(), ValueError,
+     r"PREFLASH_PATCH='yes' in the environment: .*'yes'"),
+]  # fmt: skip
+
+
+def test_refusals(flashinfer, monkeypatch):
+    monkeypatch.setenv("PREFLASH_PATCH", "yes")
+    wrapper = getattr(flashinfer, DECODE)()
+    with preflash.patch_flashinfer():
+        patched = attributes()
+        for call, error, says in REFUSED:
+            with pytest.raises(error, match=says):
+                call(wrapper)
+        assert attributes() == patched
 
 
 def test_an_interrupted_patch_changes_nothing(flashinfer, engine):
@@ -236,10 +241,6 @@ def test_names_one_by_one(flashinfer, engine):
         assert engine._pack(0) == "theirs"
         with preflash.patch_flashinfer(names=("merge_state", "packbits")) as more:
             assert {r.new for r in more.replaced} == {preflash.packbits}
-    with pytest.raises(ValueError, match=r"no 'merge_stats' of.*Did you mean 'merge_state"):
-        preflash.patch_flashinfer(names=["merge_stats"])
-    with pytest.raises(TypeError, match="list of names, got the string 'merge_state'"):
-        preflash.patch_flashinfer(names="merge_state")
 
 
 def test_extra_attributes_are_kept_while_patched(flashinfer):
@@ -286,28 +287,25 @@ def test_architectures_that_serve_a_gpu(architectures, capability, serves):
     assert preflash._core.compiled_for(architectures, capability) is serves
 
 
+def plugin_of(group: str):
+    """Loads the one entry point of a group, which engines call without arguments."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    ((name, path),) = groups[group].items()
+    return EntryPoint(name, path, group).load()
+
+
 @pytest.mark.parametrize(
     ("group", "value", "replaced"),
     [
-        ("vllm.general_plugins", None, ()),
+        ("vllm.general_plugins", "", ()),
         ("vllm.general_plugins", "1", ("merge", "_pack")),
         ("sglang.srt.plugins", "0", ()),
         ("sglang.srt.plugins", "merge_state, merge_states", ("merge",)),
-        ("sglang.srt.plugins", "yes", None),
     ],
 )
 def test_the_plugins_of_the_engines(engine, monkeypatch, capsys, group, value, replaced):
-    """Engines load() the entry points of a group, and call each without arguments."""
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    (plugin,) = (EntryPoint(name, path, group).load() for name, path in groups[group].items())
-    monkeypatch.delenv("PREFLASH_PATCH", raising=False)
-    if value is not None:
-        monkeypatch.setenv("PREFLASH_PATCH", value)
-    if replaced is None:
-        with pytest.raises(ValueError, match=r"PREFLASH_PATCH='yes' in the environment: .*'yes'"):
-            plugin()
-        return
-    plugin()
+    monkeypatch.setenv("PREFLASH_PATCH", value)
+    plugin_of(group)()
     for name in ("merge", "_pack"):
         ours = getattr(engine, name).__module__.startswith("preflash.")
         assert ours == (name in replaced)
@@ -368,28 +366,25 @@ def real():
     return pytest.importorskip("flashinfer", exc_type=ImportError)
 
 
-MODULES = "attention cascade cudnn decode page pod prefill quantization sparse"
+HOMES = "attention cascade cudnn decode page pod prefill quantization sparse"
 
 
 def served():
-    """Yields every name that is replaced, with its module's name and our object."""
-    for module_name in MODULES.split():
-        module = getattr(preflash, module_name)
-        for name in module.__all__:
-            yield module_name, name, getattr(module, name)
+    """Yields every name that is replaced: flashinfer's module, the name and our object."""
+    for home in HOMES.split():
+        theirs, ours = (
+            importlib.import_module(f"{of}.{home}") for of in ("flashinfer", "preflash")
+        )
+        for name in ours.__all__:
+            yield theirs, name, getattr(ours, name)
 
 
 def test_the_real_package(real):
     before = attributes()
     with preflash.patch_flashinfer() as patch:
         assert patch.reason is None
-        missing = []
         for module, name, ours in served():
-            if getattr(importlib.import_module(f"flashinfer.{module}"), name, None) is not ours:
-                missing.append(name)
-            else:
-                assert getattr(real, name, ours) is ours
-        assert missing == []
+            assert getattr(module, name, None) is getattr(real, name, ours) is ours, name
         assert real.BatchMLAPagedAttentionWrapper.__module__.startswith("flashinfer.")
     after = attributes()
     assert {key: after[key] for key in before} == before  # modules imported meanwhile are new
@@ -406,9 +401,7 @@ OTHER_DEFAULTS = {
 def callables():
     """Yields each function and public method that both have: its name, theirs and ours."""
     for module, name, ours in served():
-        theirs = getattr(importlib.import_module(f"flashinfer.{module}"), name, None)
-        if theirs is None:
-            continue
+        theirs = getattr(module, name)
         if not isinstance(ours, type):
             yield name, theirs, ours
             continue
@@ -420,13 +413,13 @@ def callables():
 
 def test_the_real_signatures(real):
     """Ours take every parameter of theirs, with its default."""
-    kinds = inspect.Parameter
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     seen = 0
     for name, theirs, ours in callables():
         own = inspect.signature(ours).parameters
-        more = any(p.kind is kinds.VAR_KEYWORD for p in own.values())
+        more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
         for key, parameter in inspect.signature(theirs).parameters.items():
-            if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+            if parameter.kind in several:
                 continue
             assert key in own or more, f"{name}({key})"
             if key in own and not {key, f"{name}({key})"} & OTHER_DEFAULTS.keys():

@@ -138,12 +138,9 @@ CALLS = {
 }
 
 
-ROWS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("name", "option"), [(name, option) for name in CALLS for option in CALLS[name][2]]
 )
-
-
-@ROWS
 def test_calls(target, name, option):
     attend, case, _ = CALLS[name]
     case = dataclasses.replace(case, **OPTIONS[option])
@@ -156,11 +153,6 @@ def test_calls(target, name, option):
         lse = comparison.poison(inputs.q.shape[:2], torch.float32, inputs.q.device)
         assert attend(inputs, target, place, out=out, lse=lse) is out
         check(inputs, (out, lse))
-
-
-@ROWS
-def test_plans_for_the_longest_requests(unread_lengths, name, option):
-    test_calls(unread_lengths, name, option)
 
 
 def test_calls_by_position(target):
@@ -184,12 +176,9 @@ def test_calls_by_position(target):
     )
     check(inputs, by_position)
     inputs = build(VARLEN, device=target.device)
-    offsets = (inputs.qo_indptr, inputs.kv_indptr)
-    result = preflash.fmha_varlen(
-        inputs.q, inputs.k, inputs.v, *offsets, None, 33, None, None, True, VARLEN.scale,
-        None, None, None, None, True,
-    )  # fmt: skip
-    check(inputs, result)
+    operands = (inputs.q, inputs.k, inputs.v, inputs.qo_indptr, inputs.kv_indptr)
+    tail = (None, 33, None, None, True, VARLEN.scale, *(None,) * 4, True)
+    check(inputs, preflash.fmha_varlen(*operands, *tail))
 
 
 def test_scales(target):
@@ -216,8 +205,6 @@ def test_one_cache_for_keys_and_values(target):
 
 
 ELEMENTS = torch.arange(4) * 4 * 64  # offsets of the rows of DECODE
-
-
 # A word of 32 bits for each query: causal.
 CAUSAL = torch.tensor([1, 3, 7]).repeat(3, 1).to(torch.int32)[..., None].view(torch.uint16)
 LENS = torch.tensor(DECODE.kv_lens)
@@ -317,11 +304,10 @@ def test_tables_of_k_and_of_v(target, call, first):
 def test_fmha_varlen(target, mask):
     inputs = build(dataclasses.replace(VARLEN, mask=mask), device=target.device)
     for place in places(target):
-        for longest in (None, 33):
-            check(inputs, varlen(inputs, target, place, max_qo_len=longest, return_lse=True))
-        plain, none = varlen(inputs, target, place)
-        assert none is None
-        check(inputs, plain)
+        for options in ({"return_lse": True}, {"return_lse": True, "max_qo_len": 33}, {}):
+            result = varlen(inputs, target, place, **options)
+            assert (result[1] is None) == (not options)
+            check(inputs, result)
     scales = {"sm_scale": inputs.case.scale / 6.0, "q_scale": 2.0, "k_scale": 3.0, "v_scale": 1.0}
     scaled, _ = varlen(inputs, target, **scales)
     comparison.compare(scaled, None, reference(inputs), logit_rounding=48.0).check()
@@ -341,9 +327,9 @@ FORM = r"mask is .*\[batch_size, q_len_per_req, words\]"
 # piece of each message.
 REFUSED = [
     (context, CONTEXT, NotImplementedError, [
-        ({"out_dtype": "nvfp4"}, "out_dtype"),
-        ({"use_fp16_softmax": True}, "use_fp16_softmax"),
-        ({"kv_cache_sf": torch.ones(1)}, "kv_cache_sf"),
+        *(({name: value}, name) for name, value in (
+            ("out_dtype", "nvfp4"), ("use_fp16_softmax", True), ("kv_cache_sf", torch.ones(1)),
+        )),
     ]),
     (context, NO_MASK, NotImplementedError, [({"window_left": 3}, "window_left=3")]),
     (context, CONTEXT, ValueError, [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import preflash
 import prepass_policy
@@ -21,8 +20,7 @@ from fuzz.fmha_problems import (
     run,
 )
 from graph_replays import replayed
-from preflash._device import backends
-from preflash._fmha import lengths as fmha_lengths
+from preflash.testing import comparison
 
 attention = preflash.trtllm_fmha_v2_prefill
 CASE = FmhaCase((33, 5, 0, 70), (40, 90, 7, 70), stats=True)
@@ -50,16 +48,16 @@ def test_random_problems(target, seed):
     verify(random_case(seed), target, LENGTHS[seed % 2])
 
 
-@pytest.mark.parametrize("seed", range(45))
-def test_plans_for_the_longest_requests(unread_lengths, seed):
-    """The second call finds the plan of the first one, for the same requests in another order."""
+@pytest.mark.parametrize("seed", range(8))
+def test_the_same_requests_in_another_order(target, seed):
+    """On a GPU a plan for the longest requests serves both calls."""
     case = dataclasses.replace(random_case(seed), spare_length=40)
-    verify(case, unread_lengths)
     order = {"qo_lens": case.qo_lens[::-1], "kv_lens": case.kv_lens[::-1]}
-    verify(dataclasses.replace(case, **order), unread_lengths)
+    for one in (case, dataclasses.replace(case, **order)):
+        verify(one, target)
 
 
-def test_a_plan_serves_its_own_sizes(unread_lengths):
+def test_a_plan_serves_its_own_sizes(target):
     """Each call differs in one size from the last with its max_q_len, or the last with pages."""
     for most, changes in (
         (None, {"qo_lens": (70, 38, 0), "kv_lens": (70, 47, 90)}),
@@ -68,50 +66,43 @@ def test_a_plan_serves_its_own_sizes(unread_lengths):
         (None, {"layout": "Q_PAGED_KV_NHD", "page_size": 32, "kv_lens": (96, 64, 64, 64)}),
         (None, {"layout": "Q_PAGED_KV_NHD", "kv_lens": (96, 16, 16, 16)}),
     ):  # fmt: skip
-        inputs = build(changed(head_dim=80, **changes))
+        inputs = build(changed(head_dim=80, **changes), target.device)
         inputs.arguments |= {"max_q_len": most, "max_kv_len": most} if most else {}
-        assert judge(inputs, run(inputs, unread_lengths.backend)).failures == []
+        assert judge(inputs, run(inputs, target.backend)).failures == []
 
 
-def test_lengths_beyond_the_longest_are_cut_off(unread_lengths, monkeypatch):
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_lengths_beyond_the_longest_are_cut_off(backend):
     """A request has its first max_q_len queries, and its first max_kv_len of the keys between its
-    offsets. On a GPU no check reads the lengths."""
-    checked = fmha_lengths.checked
-
-    def unchecked(call):
-        right = checked(call)
-        return right._replace(kv_lens=right.kv_lens + 100, max_q_len=50, max_kv_len=60)
-
-    monkeypatch.setattr(fmha_lengths, "checked", unchecked)
-    inputs = build(changed(stats=False))
-    rows = inputs.of_requests(attention(**inputs.arguments)).split(CASE.qo_lens)
-    for got, (q, k, v) in zip(rows, inputs.requests, strict=True):
-        attend = preflash.single_prefill_with_kv_cache
-        expected = attend(q[:50], k[:60], v[:60], causal=True, sm_scale=CASE.bmm1)
-        torch.testing.assert_close(got[:50], expected, atol=2e-3, rtol=0.0)
+    offsets: on a GPU no check reads the lengths."""
+    inputs = build(changed(stats=False), "cuda")
+    inputs.arguments["seq_lens"] += 100
+    shorter = {"max_q_len": 50, "max_kv_len": 60, "backend": backend}
+    out = inputs.of_requests(attention(**inputs.arguments | shorter)).cpu()
+    inputs.requests = [(q[:50], k[:60], v[:60]) for q, k, v in inputs.requests]
+    first_rows = torch.cat([rows[:50] for rows in out.split(CASE.qo_lens)])
+    comparison.compare(first_rows, None, inputs.expected()).check()
 
 
-def test_plans_for_the_longest_requests_have_no_copies(request):
+def test_plans_for_the_longest_requests_have_no_copies(target):
     """A plan of upper bounds reads the operands, even where copies would fit the workspace."""
     case = changed(dtype=E4M3, out_dtype=torch.bfloat16, stats=False, spare_length=40)
     with prepass_policy.forced("always"):
-        verify(case, SimpleNamespace(device="cpu", backend="cpu"))
-        verify(case, request.getfixturevalue("unread_lengths"))
+        for lengths in LENGTHS:
+            verify(case, target, lengths)
 
 
-@pytest.mark.parametrize("lengths", [*LENGTHS, "unread"])
-def test_a_table_of_fewer_pages_than_the_maximum(target, request, lengths):
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_table_of_fewer_pages_than_the_maximum(target, lengths):
     """Callers round max_kv_len up, or give the longest that their model has."""
-    if lengths == "unread":
-        target = request.getfixturevalue("unread_lengths")
     where = "cpu" if lengths == "host" else target.device
     for kv_lens in ((40, 90, 7, 70), (14, 90, 70, 70), (14, 32, 7, 70)):
         inputs = build(changed(layout="Q_PAGED_KV_HND", kv_lens=kv_lens), target.device, where)
         pages = -(-max(kv_lens) // CASE.page_size)
-        table = inputs.arguments["block_tables"][:, :pages]
-        spacious = {"block_tables": table, "max_kv_len": 4096}
-        result = attention(**inputs.arguments | spacious, backend=target.backend)
-        assert judge(inputs, result).failures == []
+        inputs.arguments["block_tables"] = inputs.arguments["block_tables"][:, :pages]
+        inputs.arguments["max_kv_len"] = 4096
+        assert judge(inputs, run(inputs, target.backend)).failures == []
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -130,24 +121,18 @@ def test_tables_of_both_pools(target, layout, lengths):
     both = torch.stack([table, table + pages + 3], dim=1)
     for request, kv_len in enumerate(case.kv_lens):  # unused entries
         both[request, :, -(-kv_len // case.page_size) :] = -1
-    result = attention(**inputs.arguments | {"block_tables": both}, backend=target.backend)
-    assert judge(inputs, result).failures == []
-    if both.is_cpu:
-        wrong = torch.stack([table, table + pages], dim=1)
-        with pytest.raises(ValueError, match=r"block_tables\[:, 1\] differs"):
-            attention(**inputs.arguments | {"block_tables": wrong}, backend=target.backend)
-    # The pool of v begins half a page after a page of k.
-    memory = torch.empty(3 * k.numel(), dtype=k.dtype, device=k.device)
-    half = k[0].numel() // 2
-    apart = memory[k.numel() + half :][: v.numel()].view(v.shape).copy_(v)
-    inputs.arguments["qkv"] = (q, (memory[: k.numel()].view(k.shape).copy_(k), apart))
-    with pytest.raises(ValueError, match="bytes behind k"):
-        attention(**inputs.arguments | {"block_tables": both}, backend=target.backend)
-    stacked = {"qkv": (q, torch.stack([k, v], dim=1)), "block_tables": both}
-    with pytest.raises(ValueError, match="of their own"):
-        attention(**inputs.arguments | stacked, backend=target.backend)
-    with pytest.raises(NotImplementedError, match="k and v are one pool"):
-        attention(**inputs.arguments | stacked | {"qkv": (q, (k, k))}, backend=target.backend)
+    inputs.arguments["block_tables"] = both
+    assert judge(inputs, run(inputs, target.backend)).failures == []
+    half = fused.flatten()[pages * k[0].numel() + k[0].numel() // 2 :][: v.numel()].view(v.shape)
+    wrong = {"block_tables": torch.stack([table, table + pages], dim=1)}
+    for error, says, changes in (
+        *[(ValueError, r"block_tables\[:, 1\] differs", wrong)] * both.is_cpu,
+        (ValueError, "bytes behind k", {"qkv": (q, (fused[:pages], half))}),
+        (ValueError, "of their own", {"qkv": (q, torch.stack([k, v], dim=1))}),
+        (NotImplementedError, "k and v are one pool", {"qkv": (q, (k, k))}),
+    ):
+        with pytest.raises(error, match=says):
+            attention(**inputs.arguments | changes, backend=target.backend)
 
 
 @pytest.mark.parametrize("own_out", [False, True])
@@ -163,19 +148,15 @@ def test_tables_of_both_pools(target, layout, lengths):
 )
 def test_scales_beyond_the_range_of_float16(target, out_dtype, bmm2, value, own_out):
     """A value that float16 queries cannot hold reaches an output of another dtype."""
-    q, k, v = (target.to(torch.full((9, 2, 64), x, dtype=torch.float16)) for x in (0.0, 1.0, value))
-    out = target.to(torch.full((9, 2, 64), 7.0)).to(out_dtype)
-    lengths = torch.tensor([0, 8], dtype=torch.int32)
-    result = attention(
-        (q, k, v), "SEPARATE_Q_K_V", target.to(torch.empty(0, dtype=torch.uint8)), lengths[1:],
-        8, 8, 1.0, bmm2, 1, lengths, lengths, out=out if own_out else None, out_dtype=out_dtype,
-        backend=target.backend,
-    )  # fmt: skip
+    case = FmhaCase((8,), (8,), num_heads=2, out_dtype=out_dtype, bmm2=bmm2, brings_out=own_out)
+    inputs = build(case, target.device)
+    for operand, constant in zip(inputs.arguments["qkv"], (0.0, 1.0, value), strict=True):
+        operand.fill_(constant)
+    result = inputs.of_requests(attention(**inputs.arguments, backend=target.backend))
     expected = value * bmm2 if out_dtype == torch.bfloat16 else min(value * bmm2, 448.0)
     wanted = torch.full((8, 2, 64), expected, dtype=torch.float64)
     rtol = 2.0**-8 if out_dtype == torch.bfloat16 else 2.0**-4  # half a step of the output
-    torch.testing.assert_close(result[:8].cpu().double(), wanted, rtol=rtol, atol=0.0)
-    assert not own_out or bool((result[8:].float() == 7.0).all())
+    torch.testing.assert_close(result.cpu().double(), wanted, rtol=rtol, atol=0.0)
 
 
 def test_an_empty_batch(target):
@@ -227,8 +208,8 @@ def decaying(target, dtype=torch.float16, head_dim=128, kv_len=2048):
     return inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
 def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
     """Skipped tiles are not read: NaN among their values reaches nothing. All others count."""
     inputs = decaying(target, dtype, head_dim)
@@ -242,19 +223,14 @@ def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_skipping_of_8_bits(target, request, monkeypatch, layout, out_dtype):
-    """No GPU kernel skips tiles of 8 bits: operands become 16 bits, and pages are listed. Here the
-    CPU does as a GPU does, the second time for lengths that it does not read."""
+def test_skipping_of_8_bits(target, layout, out_dtype):
+    """No GPU kernel skips tiles of 8 bits: operands become 16 bits, and pages are listed."""
     case = changed(layout=layout, dtype=E4M3, out_dtype=out_dtype, stats=False)
-    if target.device == "cpu":
-        monkeypatch.setattr(backends.Backend, "why_unsupported", lambda *_: "8 bits")
-    for place in ("cpu", target.device):
+    for place in {"cpu", target.device}:
         inputs = build(case, target.device, place)
         result = attention(**inputs.arguments | {FACTOR: 1e-12}, backend=target.backend)
         assert result.dtype == (out_dtype or E4M3)
         compare_out(inputs, result, inputs.expected(), out_dtype).check()
-        if target.device == "cpu":
-            request.getfixturevalue("unread_lengths")
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e9])
@@ -278,42 +254,15 @@ def test_weight_of_skipped_tiles_is_bounded(target, factor, mode):
 def test_tiles_that_are_kept(target):
     """One row in which a tile has weight keeps it for all, and so does a key that raises the
     maximum, although the factor allows tiles of any weight to be skipped."""
-    inputs = decaying(target)
-    inputs.arguments["qkv"][0][
-        SPARE + 70, :, 0
-    ] = -4.0  # in row 70 the middle has all of the weight
-    inputs.requests[0][0][70, :, 0] = -4.0
-    out = attention(**inputs.arguments | {FACTOR: 1.0}, backend=target.backend)
-    compare_out(inputs, out, inputs.expected()).check()
-    inputs = decaying(target)
-    inputs.arguments["qkv"][1][SPARE + 1000, :, 0] = 10.0  # this key has all of the weight
-    inputs.requests[0][1][1000, :, 0] = 10.0
-    out = attention(**inputs.arguments | {FACTOR: 1e30}, backend=target.backend)
-    compare_out(inputs, out, inputs.expected()).check()
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"soft_cap": 50.0}, {"logits_soft_cap_scale": 50.0}),
-        ({"alibi": True}, {"pos_encoding_mode": "alibi"}),
-    ],
-    ids=["soft_cap", "alibi"],
-)
-def test_skipping_with_other_logits(target, changes, names):
-    """Only the CPU skips tiles of logits with a soft cap or ALiBi."""
-    inputs = decaying(target)
-    inputs.case = dataclasses.replace(inputs.case, **changes)
-    arguments = {**inputs.arguments, **names, "backend": target.backend, FACTOR: 1.0}
-    if target.backend != "cpu":
-        with pytest.raises(NotImplementedError, match="sparsity skipping"):
-            attention(**arguments)
-        return
-    expected = inputs.expected()
-    compare_out(inputs, attention(**arguments | {FACTOR: 1e-6}), expected).check()
-    if "soft_cap" in changes:  # a bias makes later keys heavier than all before them
-        inputs.arguments["qkv"][2][MIDDLE] = math.nan
-        compare_out(inputs, attention(**arguments), expected).check()
+    for operand, row, value, factor in (
+        (0, 70, -4.0, 1.0),  # for query 70 the middle has all of the weight
+        (1, 1000, 10.0, 1e30),  # key 1000 has all of the weight
+    ):
+        inputs = decaying(target)
+        inputs.arguments["qkv"][operand][SPARE + row, :, 0] = value
+        inputs.requests[0][operand][row, :, 0] = value
+        out = attention(**inputs.arguments | {FACTOR: factor}, backend=target.backend)
+        compare_out(inputs, out, inputs.expected()).check()
 
 
 @pytest.mark.gpu

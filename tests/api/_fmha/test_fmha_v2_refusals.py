@@ -19,8 +19,6 @@ PACKED = dataclasses.replace(
 )
 CONTIGUOUS = dataclasses.replace(SEPARATE, layout="CONTIGUOUS_Q_KV")
 FACTOR = "skip_softmax_threshold_scale_factor"
-
-
 CHUNKED = dataclasses.replace(SEPARATE, mask_mode="chunked")
 OWN_OUT = dataclasses.replace(SEPARATE, brings_out=False)
 AS_IT_IS = types.SimpleNamespace(to=lambda value: value)
@@ -89,9 +87,7 @@ REFUSED = {
         ("out_dtype", TypeError, ["bf16", "out is.*out_dtype"]),
         ("backend", ValueError, ["fa9", "backend='fa9'"]),
     ]),
-    "chunked": (CHUNKED, [
-        ("chunked_attention_size", ValueError, [48, "chunked_attention_size=48"]),
-    ]),
+    "chunked": (CHUNKED, [("chunked_attention_size", ValueError, [48, "attention_size=48"])]),
     "own out": (OWN_OUT, [
         ("out_dtype", ValueError, ["fp4", "out_dtype='fp4'"]),
         ("out_dtype", TypeError, [torch.float8_e5m2, "out_dtype is"]),
@@ -141,51 +137,47 @@ def test_wrong_arguments_are_refused_by_name(case, argument, value, error, says)
 @pytest.mark.parametrize("index", [1, 2], ids=["k", "v"])
 def test_an_output_on_keys_or_values(index, dtype):
     """A copy writes an output of another dtype, after the kernel."""
-    case = dataclasses.replace(SEPARATE, num_kv_heads=4, stats=False, brings_out=False)
-    inputs = build(case)
-    keys = inputs.arguments["qkv"][index]
+    inputs = build(dataclasses.replace(OWN_OUT, num_kv_heads=4, stats=False))
+    given, keys = inputs.arguments, inputs.arguments["qkv"][index]
     before = keys.view(torch.int16).clone()
-    out = keys.view(dtype)[: inputs.arguments["qkv"][0].shape[0]]
-    with pytest.raises(ValueError, match=f"out shares memory with {'qkv'[index]}"):
-        attention(**{**inputs.arguments, "out": out})
+    out = keys.view(dtype)[: given["qkv"][0].shape[0]]
+    for other, memory in (("qkv"[index], given["workspace_buffer"]), ("workspace_buffer", out)):
+        with pytest.raises(ValueError, match=f"out shares memory with {other}"):
+            attention(**given | {"out": out, "workspace_buffer": memory.flatten()})
     assert torch.equal(keys.view(torch.int16), before)
-    with pytest.raises(ValueError, match="out shares memory with workspace_buffer"):
-        attention(**inputs.arguments | {"out": out, "workspace_buffer": out.flatten()})
 
 
 def test_a_converted_output_of_any_stride():
     """Rows of 40 bytes do not start on multiples of 16; no kernel writes them."""
-    inputs = build(dataclasses.replace(SEPARATE, head_dim=40, stats=False, brings_out=False))
-    fp8 = torch.float8_e4m3fn
-    expected = attention(**{**inputs.arguments, "out_dtype": fp8})
+    inputs = build(dataclasses.replace(OWN_OUT, head_dim=40, stats=False))
+    expected = attention(**inputs.arguments | {"out_dtype": torch.float8_e4m3fn})
     out = torch.zeros_like(expected)
-    assert attention(**{**inputs.arguments, "out": out}) is out
+    assert attention(**inputs.arguments | {"out": out}) is out
     got, wanted = (inputs.of_requests(one.view(torch.uint8)) for one in (out, expected))
     assert torch.equal(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
-def test_an_output_that_requires_grad_is_refused(dtype):
+def test_tensors_that_require_grad(dtype):
     """A converted output is refused too: autograd would record its copy."""
-    inputs = build(dataclasses.replace(SEPARATE, out_dtype=dtype, brings_out=True))
-    leaf = torch.full_like(inputs.arguments["out"].float(), 7.0).to(dtype).requires_grad_()
-    for out in (leaf, leaf.view(leaf.shape)):
-        with pytest.raises(NotImplementedError, match=r"^out requires grad"):
-            attention(**inputs.arguments | {"out": out})
-    q, k, v = inputs.arguments["qkv"]
-    with pytest.raises(NotImplementedError, match="no gradients"):
-        attention(**inputs.arguments | {"qkv": (q.clone().requires_grad_(), k, v)})
+    inputs = build(dataclasses.replace(SEPARATE, out_dtype=dtype))
+    given, (q, *kv) = inputs.arguments, inputs.arguments["qkv"]
+    leaf = torch.full_like(given["out"].float(), 7.0).to(dtype).requires_grad_()
+    for name, value, says in (
+        ("out", leaf, r"^out requires grad"),
+        ("out", leaf.view(leaf.shape), r"^out requires grad"),
+        ("qkv", (q.clone().requires_grad_(), *kv), "no gradients"),
+    ):
+        with pytest.raises(NotImplementedError, match=says):
+            attention(**given | {name: value})
     assert bool((leaf.detach().float() == 7.0).all())
 
 
 @pytest.mark.gpu
 def test_lengths_on_the_host_cannot_be_captured():
     inputs = build(dataclasses.replace(SEPARATE, stats=False), "cuda", "cpu")
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match="seq_lens is on the CPU"),
-        torch.cuda.graph(graph),
-    ):
+    refused = pytest.raises(RuntimeError, match="seq_lens is on the CPU")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         attention(**inputs.arguments)
 
 

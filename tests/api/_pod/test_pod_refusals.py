@@ -1,13 +1,12 @@
 """A refused call of prefill with decode names its argument and launches neither side, and the
 wrapper works on."""
 
-import math
 import types
 
 import pytest
 import torch
 from planned_cases import mistakes, spoil
-from pods import DECODE, BatchPod, Pod
+from pods import BatchPod, Pod
 from preflash.testing import Case
 
 HEADS, HEAD_DIM, PAGE, ROWS, KEYS = 4, 64, 16, 7, 40
@@ -103,12 +102,9 @@ def fresh(pod):
     return torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=torch.float16, device=pod.device)
 
 
-def beginning(memory, name: str):
-    """Returns a tensor for the argument at the beginning of other memory."""
-    dims, dtype = (ROWS if name.endswith("_p") else 2, HEADS), torch.float32
-    if not name.startswith("lse"):
-        dims, dtype = (*dims, HEAD_DIM), torch.float16
-    return memory.view(-1).view(dtype)[: math.prod(dims)].view(dims)
+def beginning(memory, like):
+    """Returns a tensor like another one at the beginning of other memory."""
+    return memory.view(-1).view(like.dtype)[: like.numel()].view(like.shape)
 
 
 # Arguments at the beginning of one memory, and both sides of the message.
@@ -128,8 +124,8 @@ SHARED = [
 
 @pytest.mark.parametrize(("names", "memory", "output", "other"), SHARED)
 def test_memory_that_outputs_share(pod, names, memory, output, other):
-    given = memory(pod)
-    changed = {name: beginning(given, name) for name in names}
+    given, right = memory(pod), {**pod.tensors(), **pod.outputs()}
+    changed = {name: beginning(given, right[name]) for name in names}
     check_refusal(pod, changed, ValueError, f"{output} shares memory with {other}")
 
 
@@ -179,17 +175,6 @@ def test_options_may_be_repeated(pod):
     assert pod.wrapper.launches == 2 or not pod.invariant
 
 
-@pytest.mark.parametrize("kind", [Pod, BatchPod])
-def test_run_before_plan_and_with_too_many_arguments(target, kind):
-    pod = kind(target)
-    with pytest.raises(ValueError, match="before plan"):
-        pod.run()
-    pod.plan()
-    if kind is Pod:  # whose run() has *args
-        with pytest.raises(TypeError, match="positional arguments too many"):
-            pod.wrapper.run(*pod.tensors().values(), *([None] * 25), 7)
-
-
 def backwards(place: int):
     def arrays(pod):
         found = pod.arrays()
@@ -203,6 +188,14 @@ def backwards(place: int):
 OTHER_CALLS = [
     *((kind, "plan", {"window_left": -7}, ValueError, "window_left") for kind in (Pod, BatchPod)),
     (Pod, "plan", {"pos_encoding_mode": "SPIN"}, ValueError, "pos_encoding_mode"),
+    (
+        Pod,
+        "run_by_position",
+        {"more": [None] * 25 + [7]},
+        TypeError,
+        "positional arguments too many",
+    ),
+    (Pod, "remake", {"jit_args": [1]}, NotImplementedError, "jit_args"),
     (BatchPod, "plan", backwards(1), ValueError, "prefill side: .*indptr"),
     (BatchPod, "plan", backwards(5), ValueError, "decode side: .*indptr"),
     (BatchPod, "run", {"custom_mask_p": TWO > 0}, ValueError, "prefill side: custom_mask"),
@@ -213,12 +206,15 @@ OTHER_CALLS = [
 @pytest.mark.parametrize(("kind", "method", "changes", "error", "match"), OTHER_CALLS)
 def test_other_calls(target, kind, method, changes, error, match):
     pod = kind(target)
+    with pytest.raises(ValueError, match="before plan"):
+        pod.run()
     pod.plan()
+    calls = {
+        "plan": pod.plan,
+        "run": pod.run,
+        "run_by_position": lambda more: pod.wrapper.run(*pod.tensors().values(), *more),
+        "remake": lambda **options: kind(target, **options),
+    }
     with pytest.raises(error, match=match):
-        getattr(pod, method)(**(changes(pod) if callable(changes) else changes))
+        calls[method](**(changes(pod) if callable(changes) else changes))
     pod.check()
-
-
-def test_constructor(target):
-    with pytest.raises(NotImplementedError, match="jit_args"):
-        Pod(target, (SMALL[0], DECODE), jit_args=[1])

@@ -193,19 +193,19 @@ def pages(target) -> Iterator[Call]:
         append(key, value, (k, v), *table)
         return k + 1, v + 1
 
-    def append_halves(key, value, whole, *table):
-        append(key, value, (whole[:, 0], whole[:, 1]), *table)
-        return whole + 1
+    def appending(cache_of):
+        def call(key, value, whole, *table):
+            append(key, value, cache_of(whole), *table)
+            return whole + 1
 
-    def append_whole(key, value, whole, *table):
-        append(key, value, whole, *table)
-        return whole + 1
+        return call
 
-    whole = [key, value, torch.stack(caches, 1)]
+    whole = [key, value, torch.stack(caches, 1), *table]
+    halves = appending(lambda whole: (whole[:, 0], whole[:, 1]))
     operators = "append_paged_kv_cache get_seq_lens get_batch_indices_positions"
     yield Call("append", operators, [key, value, *caches, *table], append_pair, (2, 3))
-    yield Call("append_whole", operators, [*whole, *table], append_whole, (2,))
-    yield Call("append_halves", operators, [*whole, *table], append_halves, (2,))
+    yield Call("append_whole", operators, whole, appending(lambda whole: whole), (2,))
+    yield Call("append_halves", operators, whole, halves, (2,))
 
 
 @functools.cache

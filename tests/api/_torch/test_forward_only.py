@@ -1,21 +1,23 @@
 """Calls whose gradient or trace would silently miss our kernels are refused; traces that can hold
 the calls do, and modes that watch change nothing."""
 
-import preflash
+import gc
+
 import pytest
 import torch
-from compiled_calls import ONE, RAGGED, as_list, assert_same, calls_of
+from compiled_calls import NAMES, PAGED, RAGGED, as_list, assert_same, calls_of
 from fuzz.guarded import bits
 from planned_cases import planned, tensors
-from preflash.testing import Case, KvForm, build, runner
+from pods import Pod
+from preflash.testing import runner
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import BaseTorchFunctionMode
+from torch.testing._internal.logging_tensor import LoggingTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-DECODE = Case("decode", (1, 1), (40, 9), 4, 2, 64, page_size=16, form=KvForm.COMBINED)
 # Calls, and what their refusals call their differentiable tensors, which come first.
 DIFFERENTIABLE = {
     "ragged": ("q", "k", "v"),
@@ -102,10 +104,9 @@ def test_an_option_that_requires_grad(target, name):
     inputs, wrapper = planned(RAGGED, target)
     expected, plain = wrapper.run(*tensors(inputs)), OPTIONS[name](inputs.q)
     value = leaf(torch.ones_like(plain))
-    for _ in range(3):
-        for wrong in (value, value * 1.0):
-            with pytest.raises(NotImplementedError, match=rf"^{name} requires grad.*forward only"):
-                wrapper.run(*tensors(inputs), **{name: wrong})
+    for wrong in (value, value * 1.0) * 2:
+        with pytest.raises(NotImplementedError, match=rf"^{name} requires grad.*forward only"):
+            wrapper.run(*tensors(inputs), **{name: wrong})
         assert bool((value == 1.0).all())
         wrapper.run(*tensors(inputs), **{name: plain})
     with torch.no_grad():
@@ -117,18 +118,14 @@ def test_an_option_that_requires_grad(target, name):
 
 def writes(name, target):
     """Returns a call and the caller's tensors that it writes."""
-    if name != "pod":
-        call = calls_of(target)[name]
-        given = call.fresh()
-        return lambda: call.function(*given), [given[i] for i in call.written]
-    one, decode = build(ONE, device=target.device), build(DECODE, device=target.device)
-    buffer = runner.workspace(target.device)
-    wrapper = preflash.PODWithPagedKVCacheWrapper(buffer, backend=target.backend)
-    table = (decode.kv_indptr, decode.indices, decode.last_page_len)
-    wrapper.plan(*table, 4, 2, 64, 16, q_data_type=one.q.dtype)
-    sides = (one.q, one.k[:40], one.v[:40], decode.q, decode.cache)
-    outputs = {"out_p": torch.empty_like(one.q), "out_d": torch.empty_like(decode.q)}
-    return lambda: wrapper.run(*sides, **outputs), list(outputs.values())
+    if name == "pod":
+        pod = Pod(target)
+        pod.plan()
+        outputs = pod.outputs()
+        return lambda: pod.run(**outputs), list(outputs.values())
+    call = calls_of(target)[name]
+    given = call.fresh()
+    return lambda: call.function(*given), [given[i] for i in call.written]
 
 
 @pytest.mark.parametrize(
@@ -156,8 +153,10 @@ def test_jit_trace(entry):
     entry.right(entry.call(*entry.fresh()))
 
 
-@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
-@pytest.mark.parametrize("pre_dispatch", [False, True], ids=["post_dispatch", "pre_dispatch"])
+@pytest.mark.parametrize(
+    ("tracing_mode", "pre_dispatch"),
+    [("real", False), ("real", True), ("fake", False), ("symbolic", True)],
+)
 def test_make_fx(entry, tracing_mode, pre_dispatch):
     """A trace holds the call as an operator, and computes other values."""
     if entry.name == "segment_packbits" and tracing_mode != "real":
@@ -175,27 +174,8 @@ def test_make_fx(entry, tracing_mode, pre_dispatch):
     entry.right(entry.call(*entry.fresh()))
 
 
-def test_export(entry):
-    class Module(torch.nn.Module):
-        def forward(self, *tensors):
-            return entry.call(*tensors)
-
-    program = torch.export.export(Module(), tuple(entry.fresh()), strict=False)
-    entry.right(program.module()(*entry.fresh()))
-
-
-class LoggedOperations(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class LoggedFunctions(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_modes_that_watch(entry):
-    for mode in (FlopCounterMode(display=False), LoggedOperations(), LoggedFunctions()):
+    for mode in (FlopCounterMode(display=False), LoggingTensorMode(), BaseTorchFunctionMode()):
         with mode:
             entry.right(entry.call(*entry.fresh()))
     for use_reentrant in (False, True):
@@ -215,3 +195,55 @@ def test_a_graph_that_breaks(target):
     with torch.no_grad():
         for _ in range(3):
             entry.right(compiled(*entry.fresh()))
+
+
+# --- Graphs of make_fx and torch.export may outlive a wrapper or its process. ------
+
+
+def test_a_wrapper_that_is_gone_or_of_another_process(target):
+    inputs, wrapper = planned(RAGGED, target)
+    given = tensors(inputs)
+    graph, other = (make_fx(wrapper.run)(*given) for _ in range(2))
+    assert_same(graph(*given), wrapper.run(*given))
+    (node,) = (node for node in other.graph.nodes if str(node.target).startswith("preflash.run"))
+    node.update_arg(0, f"{node.args[0]}@0123456789abcdef")
+    other.recompile()
+    with pytest.raises(ValueError, match="another process"):
+        other(*given)
+    del wrapper
+    gc.collect()
+    with pytest.raises(ValueError, match=r"wrapper='\d+@\w+'.*is gone"):
+        graph(*given)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(target, strict, tmp_path):
+    """A saved program runs as before, with the plan of the time."""
+    inputs, wrapper = planned(PAGED, target)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return wrapper.run(q * 1, (k, v), return_lse=True)
+
+    given = (inputs.q, *inputs.cache)
+    program = torch.export.export(Layer(), given, strict=strict)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    for causal in (False, True):
+        runner.plan(wrapper, inputs, causal=causal)
+        expected = wrapper.run(inputs.q, inputs.cache, return_lse=True)
+        assert_same(program.module()(*given), expected)
+        assert_same(loaded(*given), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors(target, name):
+    """FakeTensorMode gets shapes, strides and dtypes, without a launch."""
+    call = calls_of(target)[name]
+    if name == "segment_packbits":
+        pytest.skip("its size is in the values")
+    expected = as_list(call.function(*call.fresh()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        got = as_list(call.function(*map(mode.from_tensor, call.fresh())))
+    for a, b in zip(got, expected, strict=True):
+        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

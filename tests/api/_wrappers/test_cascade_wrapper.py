@@ -6,6 +6,7 @@ import itertools
 import preflash
 import pytest
 import torch
+from interrupts import interrupted
 from preflash.testing import compare, oracle, poison, runner
 from preflash.testing.inputs import indptr
 from preflash.testing.oracle import Pipeline
@@ -91,15 +92,12 @@ def check(*given):
 @pytest.mark.parametrize("levels", [1, 2, 3])
 @pytest.mark.parametrize(("causal", "soft_cap"), [(False, None), (True, None), (True, 20.0)])
 def test_numbers(target, levels, causal, soft_cap):
-    """With causal, a sequence's queries are its last tokens, which are on the last level."""
-    levels = (*LEVELS[: levels - 1], LEVELS[-1])
-    tree, wrapper = made(target, levels, causal=causal, logits_soft_cap=soft_cap)
-    check(wrapper, tree, Pipeline(SCALE, causal, -1, soft_cap or 0.0))
-
-
-def test_one_level_takes_windows(target):
-    tree, wrapper = made(target, LEVELS[2:], window_left=9)
-    check(wrapper, tree, Pipeline(SCALE, False, 9))
+    """With causal, a sequence's queries are its last tokens, which are on the last level. One level
+    alone takes windows."""
+    levels, window = (*LEVELS[: levels - 1], LEVELS[-1]), 9 if levels == 1 else -1
+    options = {"causal": causal, "logits_soft_cap": soft_cap, "window_left": window}
+    tree, wrapper = made(target, levels, **options)
+    check(wrapper, tree, Pipeline(SCALE, causal, window, soft_cap or 0.0))
 
 
 def test_plan_again_and_other_spellings(target):
@@ -129,31 +127,13 @@ def test_upper_bounds_of_a_level(target):
     check(wrapper, tree, Pipeline(SCALE, causal=True))
 
 
-class InterruptAt(torch.overrides.TorchFunctionMode):
-    """Interrupts a call of torch after so many others."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.left = calls
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.left -= 1
-        if self.left < 0:
-            raise KeyboardInterrupt
-        return function(*args, **kwargs or {})
-
-
 def test_an_interrupted_plan(target):
     """No run merges levels of two batches, and a wrapper of both has no variant."""
     other, ends = Tree(target.device, seed=3), {"whole": 0, "none": 0}
-    for calls in itertools.count(step=2):
+    for step in itertools.count(step=131):
         tree, wrapper = made(target)
-        try:
-            with InterruptAt(calls):
-                wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
+        if not interrupted(lambda w=wrapper: w.plan(*other.tables, *ARGUMENTS, **BF16), step):
             break
-        except KeyboardInterrupt:
-            pass
         if wrapper.variant is not None:
             ends["whole"] += 1
             assert any(report(wrapper, one).ok for one in (tree, other))
@@ -176,9 +156,6 @@ def test_a_copy_plans_for_itself_in_its_own_workspaces(target):
     duplicate.plan(*other.tables, *ARGUMENTS, **BF16)
     check(wrapper, tree)
     check(duplicate, other)
-
-
-# Refusals.
 
 
 def other_plan(wrapper, device, at=0, change=lambda arrays: arrays, **options):
@@ -205,22 +182,21 @@ def make(device, levels, *arguments):
     preflash.MultiLevelCascadeAttentionWrapper(levels, work, *arguments).run(work, work)
 
 
+def plans(*change, **options):
+    return lambda *to: other_plan(*to, *change, **options)
+
+
 BOUNDS = {"lengths_are_upper_bounds": True}
 REFUSED = [
-    (lambda *to: other_plan(*to, 0, one_query_less), ValueError,
-     r"qo_indptr_arr\[1\] goes from 0 to 10"),
-    (lambda *to: other_plan(*to, 2, lambda arrays: arrays[:-1]), ValueError,
-     "paged_kv_indices_arr has 2 tensors"),
-    (lambda *to: other_plan(*to, 3, lambda arrays: [*arrays[:-1], arrays[-1] + PAGE]),
-     ValueError, "paged_kv_last_page_len"),
-    (lambda *to: other_plan(*to, window_left=8), NotImplementedError, "window_left=8"),
-    (lambda *to: other_plan(*to, pos_encoding_mode="ALIBI"), NotImplementedError, "ALIBI"),
-    (lambda *to: other_plan(*to, causal="yes"), TypeError, "causal"),
-    (lambda *to: other_plan(*to, **BOUNDS), ValueError, "no seq_lens_arr"),
-    (lambda *to: other_plan(*to, **BOUNDS, seq_lens_arr=[None] * 3), ValueError,
-     "no seq_lens_arr"),
-    (lambda *to: other_plan(*to, **BOUNDS, seq_lens_arr=[1]), TypeError,
-     "list of num_levels = 3 tensors or None"),
+    (plans(0, one_query_less), ValueError, r"qo_indptr_arr\[1\] goes from 0 to 10"),
+    (plans(2, lambda arrays: arrays[:-1]), ValueError, "paged_kv_indices_arr has 2 tensors"),
+    (plans(3, lambda arrays: [*arrays[:-1], arrays[-1] + PAGE]), ValueError, "last_page_len"),
+    (plans(window_left=8), NotImplementedError, "window_left=8"),
+    (plans(pos_encoding_mode="ALIBI"), NotImplementedError, "ALIBI"),
+    (plans(causal="yes"), TypeError, "causal"),
+    *((plans(**BOUNDS, seq_lens_arr=none), ValueError, "no seq_lens_arr")
+      for none in (None, [None] * 3)),
+    (plans(**BOUNDS, seq_lens_arr=[1]), TypeError, "list of num_levels = 3 tensors or None"),
     (lambda *to: reset(*to, lambda buffers: buffers[0].new_empty(16)), ValueError,
      "int_workspace_buffer has 16 bytes"),
     (lambda *to: reset(*to, lambda buffers: buffers[0]), ValueError,

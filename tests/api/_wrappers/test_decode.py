@@ -1,4 +1,4 @@
-"""Decode is prefill with one query per request, by other signatures."""
+"""Decode is prefill with one query per request, or several, by other signatures."""
 
 import dataclasses
 import functools
@@ -7,7 +7,17 @@ import preflash
 import pytest
 import torch
 from planned_cases import check_run
-from preflash.testing import Case, KvForm, Sinks, build, compare, reference, runner
+from preflash.testing import (
+    Case,
+    KvForm,
+    MaskKind,
+    Sinks,
+    build,
+    compare,
+    oracle,
+    reference,
+    runner,
+)
 from preflash.testing.oracle import Pipeline
 
 KV_LENS = (90, 0, 17, 1, 333)
@@ -98,30 +108,17 @@ def test_forward_has_options_of_its_own(target):
     assert torch.equal(wrapper.forward(*given), out)
 
 
-def test_fast_decode_plan_in_the_place_of_begin_forward(target):
-    inputs, wrapper = made(CASE, target, use_tensor_cores=True)
-    wrapper.begin_forward = functools.partial(preflash.fast_decode_plan, wrapper)
-    options = {"q_data_type": CASE.dtype, "data_type": CASE.dtype, "non_blocking": True}
-    wrapper.begin_forward(*arrays(inputs), **options)
-    out = wrapper.forward(inputs.q, inputs.cache, sm_scale=0.2, logits_soft_cap=0.0)
-    compare(out, None, reference(inputs, pipeline=Pipeline(0.2))).check()
-
-
 @pytest.mark.parametrize("data_type", [None, CASE.dtype])
 def test_newer_order(target, data_type):
     """o_data_type before data_type, which moves the scale by one place."""
     inputs, wrapper = made(CASE, target)
-    dtype = CASE.dtype
-    newer = ("NONE", 40, 25.0, dtype, dtype, dtype, data_type, 0.2, None, None, True)
-    older = ("NONE", 40, 25.0, dtype, dtype, data_type, 0.2, None, None, True)
     expected = reference(inputs, pipeline=Pipeline(0.2, False, 40, 25.0))
-    for order in (newer, older):
+    for o_data_type in ((CASE.dtype,), ()):
+        order = (CASE.dtype, CASE.dtype, *o_data_type, data_type, 0.2, None, None, True)
         for plan in (wrapper.plan, wrapper.begin_forward):
-            plan(*arrays(inputs), *order)
+            plan(*arrays(inputs), "NONE", 40, 25.0, *order)
             result = wrapper.run_return_lse(inputs.q, inputs.cache)
             compare(*result, expected, soft_cap=25.0).check()
-    with pytest.raises(ValueError, match=r"q_len_per_req=2 .*plan again"):  # after begin_forward()
-        wrapper.run(inputs.q, inputs.cache, q_len_per_req=2)
 
 
 def test_fast_decode_plan_in_either_positional_order(target):
@@ -133,8 +130,11 @@ def test_fast_decode_plan_in_either_positional_order(target):
     for last in ((indptr.cpu(),), (1, indptr.cpu())):
         preflash.fast_decode_plan(wrapper, *plan, False, *last)
         check_run(inputs, wrapper)
-    preflash.fast_decode_plan(wrapper, *arrays(inputs), q_data_type=CASE.dtype, q_len_per_req=1)
-    check_run(inputs, wrapper)
+    # SGLang puts it in the place of a wrapper's method.
+    wrapper.begin_forward = functools.partial(preflash.fast_decode_plan, wrapper)
+    wrapper.begin_forward(*arrays(inputs), q_data_type=CASE.dtype, q_len_per_req=1)
+    out = wrapper.forward(inputs.q, inputs.cache, sm_scale=0.2, logits_soft_cap=0.0)
+    compare(out, None, reference(inputs, pipeline=Pipeline(0.2))).check()
 
 
 BOTH_TYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
@@ -160,7 +160,15 @@ REFUSED = [
     (lambda w, x, _: w.plan(*arrays(x), **BOTH_TYPES, data_type=torch.float16), ValueError,
      r"data_type=torch\.float16"),
     (lambda w, x, _: w.run(x.q, x.cache, q_len_per_req=0), ValueError, "q_len_per_req=0"),
-    (lambda w, x, _: w.run(x.q, x.cache, 0.5), TypeError, r"run\(\) got"),
+    (lambda w, x, _: w.run(x.q.repeat(2, 1, 1), x.cache), ValueError, "q_len_per_req"),
+    (lambda w, x, _: w.run(x.q, x.cache, q_len_per_req=3), ValueError, "=3 has exactly 15"),
+    (lambda w, x, _: w.run(x.q.repeat(3, 1, 1), x.cache, q_len_per_req=3), ValueError,
+     "empty KV range"),
+    (lambda w, x, _: w.plan(*arrays(x), **BOTH_TYPES, q_len_per_req=3), ValueError,
+     "empty KV range"),
+    *((lambda w, x, _, given=given: w.run(x.q, x.cache, *given), TypeError, says)
+      for given, says in (((0.5,), r"run\(\) got"), ((1.0, 1.0), "too many"),
+                          ((1.0, 1.0, True), "too many"))),
     (lambda w, x, _: w.run(x.q, x.cache, foo=1), TypeError, r"BatchD\w+\.run\(\) got .*'foo"),
     (lambda w, x, _: w.run(x.q, x.cache, k=1), TypeError, r"BatchD\w+\.run\(\) got .*'k"),
     (lambda w, x, _: w.run(x.q, x.cache, args=1), TypeError, r"BatchD\w+\.run\(\) got .*'args"),
@@ -192,3 +200,119 @@ def test_single(target, layout):
     pipeline = Pipeline(0.2, False, 99, 15.0, out_scale=3.0)
     compare(out[None], lse[None], reference(inputs, pipeline=pipeline), soft_cap=15.0).check()
     assert torch.equal(preflash.single_decode_with_kv_cache(*given), out)
+
+
+# --- Several queries per request, and shared prefixes ---------------------------
+
+
+def verification(target, q_len, **changes):
+    """Returns inputs, a decode wrapper without a plan, and the first arguments of its plan()."""
+    case = Case(
+        "verify", (q_len,) * 4, (q_len, 128, 64, 100), 8, 2, 128, dtype=F16, page_size=16,
+        mask=MaskKind.CAUSAL if q_len > 1 else MaskKind.NONE,
+    )  # fmt: skip
+    options = {"use_tensor_cores": True, "backend": target.backend}
+    inputs, wrapper = made(dataclasses.replace(case, **changes), target, **options)
+    return inputs, wrapper, arrays(inputs)
+
+
+@pytest.mark.parametrize(("q_len", "window"), [(1, 40), (2, -1), (3, 40)])
+def test_queries_per_request(target, q_len, window):
+    inputs, wrapper, table = verification(target, q_len)
+    pipeline = dataclasses.replace(inputs.pipeline, window_left=window)
+    expected = reference(inputs, pipeline=pipeline)
+    options = {"q_data_type": F16, "window_left": window, "q_len_per_req": q_len}
+    for plan in (wrapper.plan, functools.partial(preflash.fast_decode_plan, wrapper)):
+        plan(*table, **options)
+        for q_len_per_req in (None, q_len):
+            check_run(inputs, wrapper, expected, q_len_per_req=q_len_per_req)
+    assert wrapper._q_len_per_req == q_len
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_queries_per_request_of_run_alone(target, inference):
+    """run(q_len_per_req=) plans the values of the last plan() again, as in trtllm-gen; the caller
+    may have overwritten its arrays, but for pages on the GPU. None is plan()'s number."""
+    inputs, wrapper, table = verification(target, 3)
+    one = torch.ones_like(inputs.q[:4])
+    with torch.inference_mode(inference):
+        own = [array.clone() for array in table[:3]]
+        wrapper.plan(*own, *table[3:], q_data_type=F16)
+        for array in own:
+            if array.is_cpu or array is not own[1]:
+                array.fill_(77)
+    alone = None
+    for _ in range(2):
+        check_run(inputs, wrapper, q_len_per_req=3)
+        assert wrapper._q_len_per_req == 3
+        before, alone = alone, wrapper.run(one, inputs.cache)
+        assert before is None or torch.equal(before, alone)
+    wrapper.begin_forward(*table, q_data_type=F16)
+    assert torch.equal(wrapper.run(one, inputs.cache), alone)
+    with pytest.raises(ValueError, match=r"q_len_per_req=3 in run.*plan again"):
+        wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
+
+
+def test_scales_by_position(target):
+    inputs, wrapper, table = verification(target, 1, dtype=E4M3, head_scales=True)
+    wrapper.plan(*table, q_data_type=E4M3, sm_scale=inputs.pipeline.sm_scale)
+    scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
+    result = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
+    runner.compare(inputs, *result).check()
+    with pytest.raises(TypeError, match="too many"):
+        wrapper.run(inputs.q, inputs.cache, *scales[:2])
+
+
+def shared_prefix(device, layout, queries, prefix, keys, *, dtype=F16, causal=False, sm_scale=None):
+    """Returns inputs over the pages, (k, v) of the prefix, and the oracle's attention over both."""
+    case = Case(
+        "prefix", queries, keys, 8, 2, 128, dtype=dtype, page_size=16, layout=layout,
+        mask=MaskKind.CAUSAL if causal else MaskKind.NONE, sm_scale=sm_scale,
+    )  # fmt: skip
+    inputs = build(case, device=device)
+    generator = torch.Generator().manual_seed(7)
+    k, v = torch.randn((2, prefix, 2, 128), generator=generator).to(dtype).to(device)
+    parts = []
+    for request in map(inputs.request, range(len(queries))):
+        whole = [torch.cat([a.cpu(), b.cpu()]) for a, b in ((k, request.k), (v, request.v))]
+        parts.append(oracle.attend(request.q.cpu(), *whole, inputs.pipeline))
+    expected = oracle.concatenate(parts)
+    expected.spread = expected.spread + 2 * expected.out.abs()  # the roundings of the merge
+    if layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    return inputs, (k, v), expected.map(lambda t: t.to(device))
+
+
+LENGTHS = {"Decode": ((1,) * 4, (37, 17, 1, 90)), "Prefill": ((9, 0, 33, 1), (40, 7, 90, 5))}
+PREFIXES = [
+    ("Decode", "NHD", 0, {"dtype": BF16}),
+    ("Decode", "HND", 1, {}),
+    ("Decode", "HND", 128, {}),
+    ("Prefill", "NHD", 0, {"causal": False}),
+    ("Prefill", "HND", 1, {"causal": True, "sm_scale": 0.3}),
+    ("Prefill", "HND", 128, {"causal": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "prefix", "options"), PREFIXES)
+def test_shared_prefixes(target, kind, layout, prefix, options):
+    qo_lens, kv_lens = LENGTHS[kind]
+    lengths = (layout, qo_lens, prefix, kv_lens)
+    inputs, (k, v), expected = shared_prefix(target.device, *lengths, **options)
+    make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
+    wrapper = make(runner.workspace(target.device), layout)
+    if kind == "Decode":
+        plan, of_run = (*arrays(inputs), inputs.case.dtype), {}
+    else:
+        plan, of_run = (inputs.qo_indptr, *arrays(inputs)), {"rope_scale": 1.0, **options}
+    for _ in range(2):
+        wrapper.begin_forward(*plan)
+        compare(wrapper.forward(inputs.q, k, v, inputs.cache, **of_run), None, expected).check()
+        wrapper.reset_workspace_buffer(*(runner.workspace(target.device) for _ in range(2)))
+        compare(wrapper.forward(inputs.q, k, v, inputs.cache, **of_run), None, expected).check()
+        with pytest.raises(ValueError, match=r"must be|must have"):
+            wrapper.forward(inputs.q, k[:, :1], v[:, :1, :64], inputs.cache)
+        if kind == "Prefill":
+            with pytest.raises(ValueError, match="rope_theta"):
+                wrapper.forward(inputs.q, k, v, inputs.cache, rope_theta=5e5)
+        wrapper.end_forward()

@@ -1,5 +1,10 @@
-"""`variant` and `repr()` of every public wrapper name the kernels of its plan."""
+"""`variant` and `repr()` of every public wrapper name the kernels of its plan; public names have
+FlashInfer's homes, and methods of one wrapper take the same options.
 
+The names, their order and defaults are in the stubs: tests/codegen/test_stubs.py compares them.
+"""
+
+import importlib
 import inspect
 
 import preflash
@@ -77,3 +82,24 @@ def test_variant_and_repr(name):
     assert "not planned" not in repr(wrapper)
     with pytest.raises(AttributeError):
         wrapper.variant = "another"
+
+
+HOMES = "attention cascade cudnn decode page pod prefill quantization sparse"
+
+
+@pytest.mark.parametrize("home", HOMES.split())
+def test_names_are_in_their_module_and_on_top(home):
+    module = importlib.import_module(f"preflash.{home}")
+    assert set(module.__all__) <= set(preflash.__all__)
+    assert all(getattr(module, name) is getattr(preflash, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize("name", ["Paged", "Ragged"])
+def test_methods_of_a_wrapper(name):
+    wrapper = getattr(preflash, f"BatchPrefillWith{name}KVCacheWrapper")
+    plan, begin, size = (
+        inspect.signature(getattr(wrapper, method)).parameters
+        for method in ("plan", "begin_forward", "workspace_size")
+    )
+    assert list(plan.values()) == list(begin.values())
+    assert set(plan) - {"non_blocking"} == set(size) - {"non_blocking"}

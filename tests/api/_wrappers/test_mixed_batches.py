@@ -1,6 +1,7 @@
 """BatchAttention and causal attention with two-way spans compute what the oracle does."""
 
 import dataclasses
+import functools
 
 import preflash
 import pytest
@@ -12,6 +13,10 @@ MIXED = Case("mixed", (1, 9, 1, 0, 33), (30, 9, 77, 5, 40), 4, 2, 64, dtype=torc
 F16 = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
 
 
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def made(target, case=MIXED):
     inputs = build(case, device=target.device)
     return inputs, preflash.BatchAttention(case.layout, target.device, backend=target.backend)
@@ -21,20 +26,13 @@ def arguments(inputs) -> dict:
     """Returns the arguments of BatchAttention.plan()."""
     case = inputs.case
     return {
-        "qo_indptr": inputs.qo_indptr,
-        "kv_indptr": inputs.kv_indptr,
-        "kv_indices": inputs.indices,
-        "kv_len_arr": torch.tensor(case.kv_lens, dtype=torch.int32),
-        "num_qo_heads": case.num_qo_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dim_qk": case.head_dim,
-        "head_dim_vo": case.dim_vo,
-        "page_size": case.page_size,
-        "causal": case.mask is MaskKind.CAUSAL,
-        "logits_soft_cap": case.soft_cap,
-        "q_data_type": case.dtype,
-        "kv_data_type": case.dtype,
-    }
+        "qo_indptr": inputs.qo_indptr, "kv_indptr": inputs.kv_indptr, "kv_indices": inputs.indices,
+        "kv_len_arr": ints(*case.kv_lens), "num_qo_heads": case.num_qo_heads,
+        "num_kv_heads": case.num_kv_heads, "head_dim_qk": case.head_dim,
+        "head_dim_vo": case.dim_vo, "page_size": case.page_size,
+        "causal": case.mask is MaskKind.CAUSAL, "logits_soft_cap": case.soft_cap,
+        "q_data_type": case.dtype, "kv_data_type": case.dtype,
+    }  # fmt: skip
 
 
 CHANGES = {
@@ -54,8 +52,7 @@ def test_batch_attention(target, changes):
     lse = poison(inputs.q.shape[:2], torch.float32, target.device)
     cap = {"logits_soft_cap": case.soft_cap} if case.soft_cap else {}
     results = wrapper.run(inputs.q, inputs.cache, out, lse, **cap)
-    assert results[0] is out
-    assert results[1] is lse
+    assert all(given is result for given, result in zip((out, lse), results, strict=True))
     runner.compare(inputs, out, lse).check()
 
 
@@ -65,48 +62,38 @@ def test_pages_behind_the_keys_are_not_read(target):
     for request, own in enumerate(inputs.page_table):
         pages += [*own, *[10**6] * request]
         at.append(len(pages))
-    given |= {"kv_indptr": torch.tensor(at).int(), "kv_indices": torch.tensor(pages).int()}
+    given |= {"kv_indptr": ints(*at), "kv_indices": ints(*pages)}
     wrapper.plan(**given | {"kv_len_arr": given["kv_len_arr"].to(target.device)})
     runner.compare(inputs, *wrapper.run(inputs.q, inputs.cache)).check()
 
 
-def length_of(request: int, length: int):
-    def change(lengths):
-        lengths = lengths.clone()
-        lengths[request] = length
-        return lengths
-
-    return change
+def check_refusals(calls, rows) -> None:
+    for method, options, error, says in rows:
+        with pytest.raises(error, match=says):
+            calls[method](**options)
 
 
-# Arguments of plan(), wrong values or functions that make one, and the refusals.
+# A method, wrong options, and the refusal.
 REFUSED = [
-    ("use_profiler", NotImplementedError, True, "use_profiler"),
-    ("kv_len_arr", ValueError, length_of(1, 109), r"kv_len_arr\[1\] = 109"),
-    ("kv_len_arr", ValueError, length_of(1, 2**31 - 1), r"kv_len_arr\[1\] = 2147483647"),
-    ("kv_indptr", ValueError, lambda t: t - 1, "kv_indptr goes from"),
-    ("kv_indptr", ValueError, lambda t: t + 1, "kv_indptr goes from"),
-    ("kv_indptr", ValueError, lambda t: t.flip(0), "kv_indptr goes from"),
-]
+    ("plan", {"use_profiler": True}, NotImplementedError, "use_profiler"),
+    *(("plan", {"kv_len_arr": ints(30, keys, 77, 5, 40)}, ValueError, rf"arr\[1\] = {keys}")
+      for keys in (109, 2**31 - 1)),
+    *(("plan", {"kv_indptr": indptr}, ValueError, "kv_indptr goes from") for indptr in (
+        ints(-1, 3, 5, 15, 16, 21), ints(1, 5, 7, 17, 18, 23), ints(22, 17, 16, 6, 4, 0)
+    )),
+    ("run", {"logits_soft_cap": 3.0}, ValueError, "logits_soft_cap"),
+    ("run", {"profiler_buffer": ints(0)}, NotImplementedError, "profiler_buffer"),
+]  # fmt: skip
 
 
 def test_batch_attention_refuses(target):
     inputs, wrapper = made(target)
-    with pytest.raises(ValueError, match="before plan"):
-        wrapper.run(inputs.q, inputs.cache)
-    wrapper.plan(**arguments(inputs))
-    before, _ = wrapper.run(inputs.q, inputs.cache)
-    runner.compare(inputs, before, None).check()
-    for argument, error, value, says in REFUSED:
-        given = arguments(inputs)
-        given[argument] = value(given[argument]) if callable(value) else value
-        with pytest.raises(error, match=says):
-            wrapper.plan(**given)
-        assert torch.equal(wrapper.run(inputs.q, inputs.cache)[0], before)
-    with pytest.raises(ValueError, match="logits_soft_cap"):
-        wrapper.run(inputs.q, inputs.cache, logits_soft_cap=3.0)
-    with pytest.raises(NotImplementedError, match="profiler_buffer"):
-        wrapper.run(inputs.q, inputs.cache, profiler_buffer=inputs.q)
+    plan = functools.partial(wrapper.plan, **arguments(inputs))
+    run = functools.partial(wrapper.run, inputs.q, inputs.cache)
+    check_refusals({"run": run}, [("run", {}, ValueError, "before plan")])
+    plan()
+    check_refusals({"plan": plan, "run": run}, REFUSED)
+    runner.compare(inputs, *run()).check()
 
 
 # --- Ranges ------------------------------------------------------------------
@@ -203,23 +190,26 @@ def test_the_same_ranges_after_another_plan_or_workspace(target):
     runner.compare(inputs, wrapper.run(*given), None).check()
 
 
-WRONG_OPTIONS = {
-    "causal": True, "custom_mask": torch.ones(3), "window_left": 3, "logits_soft_cap": 3.0,
-    "head_dim_qk": 128, "q_data_type": torch.bfloat16, "prefix_len_ptr": torch.ones(3),
-}  # fmt: skip
+EITHER = (NotImplementedError, ValueError)
+REFUSED_RANGES = [
+    *(("plan", {name: value}, EITHER, rf"\b{name}\b") for name, value in (
+        ("causal", True), ("custom_mask", ints(1)), ("window_left", 3), ("logits_soft_cap", 3.0),
+        ("head_dim_qk", 128), ("q_data_type", torch.bfloat16), ("prefix_len_ptr", ints(1)),
+    )),
+    ("run", {"change": torch.Tensor.long}, TypeError, r"bidirectional_ranges is torch\.int64"),
+    ("run", {"change": lambda ranges: ranges[1:]}, ValueError, "rows of q"),
+    ("make", {"use_cuda_graph": True}, NotImplementedError, "use_cuda_graph"),
+]  # fmt: skip
 
 
 def test_ranges_refuse(target):
     inputs, wrapper = ranges_planned(target)
     ranges = ranges_of(inputs)
-    for name, value in WRONG_OPTIONS.items():
-        value = target.to(value) if torch.is_tensor(value) else value
-        with pytest.raises((NotImplementedError, ValueError), match=rf"\b{name}\b"):
-            plan_ranges(wrapper, inputs, **{name: value})
-    with pytest.raises(TypeError, match=r"bidirectional_ranges is torch\.int64"):
-        wrapper.run(inputs.q, inputs.cache, ranges.long())
-    with pytest.raises(ValueError, match="rows of q"):
-        wrapper.run(inputs.q, inputs.cache, ranges[1:])
-    with pytest.raises(NotImplementedError, match="use_cuda_graph"):
-        ranges_wrapper(target, use_cuda_graph=True)
-    runner.compare(inputs, wrapper.run(inputs.q, inputs.cache, ranges), None).check()
+
+    def run(change=torch.clone):
+        return wrapper.run(inputs.q, inputs.cache, change(ranges))
+
+    plan = functools.partial(plan_ranges, wrapper, inputs)
+    make = functools.partial(ranges_wrapper, target)
+    check_refusals({"plan": plan, "run": run, "make": make}, REFUSED_RANGES)
+    runner.compare(inputs, run(), None).check()

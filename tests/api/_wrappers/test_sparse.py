@@ -11,6 +11,7 @@ from preflash.testing.oracle import Pipeline, attend
 from preflash.testing.runner import workspace
 
 ROWS, KEYS, HEADS = 37, 48, (4, 2)
+VARIABLE = "VariableBlockSparseAttentionWrapper"
 
 
 def check(out, lse, q, k, v, dense):
@@ -112,26 +113,42 @@ RIGHT = {
     "indptr": torch.tensor([0, *[1] * 8]), "indices": torch.tensor([2]), "M": ROWS, "N": KEYS,
     "R": 5, "C": 16, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64,
 }  # fmt: skip
+KEPT, THREES = torch.ones(2, 1, 1, dtype=torch.bool), torch.tensor([[3], [3]])
+SIZES = {
+    "block_mask_map": KEPT, "block_row_sz": THREES, "block_col_sz": THREES, "num_qo_heads": 4,
+    "num_kv_heads": 2, "head_dim": 64,
+}  # fmt: skip
+# The right arguments of plan(), wrong ones, and the refusals.
 REFUSED = [
-    ({"N": 47}, ValueError, "N=47"),
-    ({"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
-    ({"indptr": torch.tensor([0, 1, *[0] * 7])}, ValueError, r"^indptr\[2\] = 0"),
-    ({"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
-    ({"indptr": torch.full((9,), 2)}, ValueError, "^indices has 1"),
-    ({"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
-    ({"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
-    ({"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
-    ({"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
-]
+    (RIGHT, {"N": 47}, ValueError, "N=47"),
+    (RIGHT, {"indptr": torch.zeros(3, dtype=torch.int32)}, ValueError, "indptr has 3"),
+    (RIGHT, {"indptr": torch.tensor([0, 1, *[0] * 7])}, ValueError, r"^indptr\[2\] = 0"),
+    (RIGHT, {"indices": torch.tensor([3])}, ValueError, r"\[0, 3\)"),
+    (RIGHT, {"indptr": torch.full((9,), 2)}, ValueError, "^indices has 1"),
+    (RIGHT, {"indices": torch.tensor([2**32])}, ValueError, "beyond those of"),
+    (RIGHT, {"mask": torch.ones(1, 5, 15)}, ValueError, "mask has shape"),
+    (RIGHT, {"block_mask": torch.ones(1)}, NotImplementedError, "block_mask"),
+    (RIGHT, {"o_data_type": torch.float8_e4m3fn}, TypeError, "o_data_type"),
+    (SIZES, {"block_col_sz": torch.tensor([[4], [5]])}, ValueError,
+     r"block_col_sz adds up to \[4, 5\]"),
+    (SIZES, {"num_qo_heads": 3}, ValueError, "multiple of num_kv_heads"),
+    (SIZES, {"block_mask_map": KEPT[:, :, :0]}, ValueError, "block_mask_map"),
+    # No number becomes another one in int32.
+    *((SIZES, {name: SIZES[name].long() + 2**32}, ValueError, f"{name} holds numbers beyond")
+      for name in ("block_mask_map", "block_row_sz", "block_col_sz")),
+]  # fmt: skip
 
 
 def test_refusals(target):
-    wrapper, (q, k, v) = unplanned(target), tensors(target)
-    for options, error, says in REFUSED:
+    q, k, v = tensors(target)
+    wrappers = [(RIGHT, unplanned(target)), (SIZES, unplanned(target, VARIABLE))]
+    for right, options, error, says in REFUSED:
+        (wrapper,) = (one for arguments, one in wrappers if arguments is right)
         with pytest.raises(error, match=says):
-            wrapper.plan(**{**RIGHT, **options})
+            wrapper.plan(**{**right, **options})
         with pytest.raises(ValueError, match="before plan"):
             wrapper.run(q, k, v)
+    wrapper = wrappers[0][1]
     wrapper.plan(**RIGHT)
     with pytest.raises(ValueError, match="N = 48"):
         wrapper.run(q, k[1:], v)
@@ -170,8 +187,6 @@ def test_outputs_that_are_copied_into(target, variable):
 
 # Blocks of any size.
 
-VARIABLE = "VariableBlockSparseAttentionWrapper"
-
 
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
     """Returns sizes of blocks that add up to a total for each head, multiples of a unit."""
@@ -208,21 +223,3 @@ def test_blocks_of_any_size(target, heads, unit):
         own = slice(head * group, (head + 1) * group)
         got = out[own].transpose(0, 1), lse[own].transpose(0, 1)
         check(*got, q[:, own], k[:, head : head + 1], v[:, head : head + 1], dense)
-
-
-KEPT, THREES = torch.ones(2, 1, 1, dtype=torch.bool), torch.tensor([[3], [3]])
-VARIABLE_REFUSED = [
-    ((KEPT, THREES, torch.tensor([[4], [5]]), *HEADS), r"block_col_sz adds up to \[4, 5\]"),
-    ((KEPT, THREES, THREES, 3, 2), "multiple of num_kv_heads"),
-    ((KEPT[:, :, :0], THREES, THREES, *HEADS), "block_mask_map"),
-    # No number becomes another one in int32.
-    ((KEPT.long() + 2**32, THREES, THREES, *HEADS), "block_mask_map holds numbers beyond"),
-    ((KEPT, THREES + 2**32, THREES, *HEADS), "block_row_sz holds numbers beyond"),
-    ((KEPT, THREES, THREES + 2**32, *HEADS), "block_col_sz holds numbers beyond"),
-]
-
-
-def test_refusals_of_blocks_of_any_size(target):
-    for arguments, says in VARIABLE_REFUSED:
-        with pytest.raises(ValueError, match=says):
-            unplanned(target, VARIABLE).plan(*arguments, 64)

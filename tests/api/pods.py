@@ -53,17 +53,14 @@ class Pod:
 
     def options(self) -> dict:
         case = self.prefill.case
+        names = ("sm_scale", "window_left", "rope_scale", "rope_theta")
         return {
             "custom_mask_p": None if self.prefill.masks is None else self.prefill.masks[0],
             "causal_p": self.prefill.pipeline.causal,
             "kv_layout_p": case.layout,
             "pos_encoding_mode_p": case.position.value,
-            "sm_scale_p": case.sm_scale,
-            "window_left_p": case.window_left,
-            "rope_scale_p": case.rope_scale,
-            "rope_theta_p": case.rope_theta,
-            "return_lse_p": True,
-            "return_lse_d": True,
+            **{f"{name}_p": getattr(case, name) for name in names},
+            **{f"return_lse_{side}": True for side in "pd"},
         }
 
     def outputs(self) -> dict:
@@ -110,23 +107,12 @@ class BatchPod(Pod):
         return [getattr(inputs, name) for inputs in (self.prefill, self.decode) for name in names]
 
     def plan(self, arrays=None, **options) -> None:
-        case = self.prefill.case
-        given = {
-            "pos_encoding_mode": case.position.value,
-            "window_left": case.window_left,
-            "q_data_type": case.dtype,
-            "kv_data_type": case.dtype_kv,
-        }
-        heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-        self.wrapper.plan(*(arrays or self.arrays()), *heads, **{**given, **options})
+        plan_decode(self.wrapper, self.prefill.case, arrays or self.arrays(), **options)
 
     def tensors(self) -> dict:
-        sides = zip("pd", (self.prefill, self.decode), strict=True)
-        return {
-            name: value
-            for side, inputs in sides
-            for name, value in ((f"q_{side}", inputs.q), (f"paged_kv_cache_{side}", inputs.cache))
-        }
+        prefill, decode = self.prefill, self.decode
+        caches = {"paged_kv_cache_p": prefill.cache, "paged_kv_cache_d": decode.cache}
+        return {"q_p": prefill.q, "q_d": decode.q, **caches}
 
     def options(self) -> dict:
         return {
