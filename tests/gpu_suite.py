@@ -22,12 +22,7 @@ from xml.etree import ElementTree
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs" / "dev" / "gpu_suite.md"
 # Of the folders beside the first two, what looks at the GPU or at what is compiled for it.
-TESTS = (
-    "tests/gpu",
-    "tests/api",
-    "tests/fuzz/test_fuzz.py",
-    "tests/codegen/test_registry.py",
-)
+TESTS = ("tests/gpu", "tests/api", "tests/fuzz/test_fuzz.py", "tests/codegen/test_registry.py")
 
 
 def pytest_addoption(parser) -> None:
