@@ -1,5 +1,4 @@
-"""Named cases: `core()` is the hand-written list that covers every axis, `tiny()` has a small case
-for each kernel path."""
+"""Named cases: `core()` covers every axis, `tiny()` has a small case for each kernel path."""
 
 from __future__ import annotations
 
@@ -72,9 +71,8 @@ def _ragged_cases() -> Iterator[Case]:
     same = Magnitude.IDENTICAL
     yield Case("identical", (20, 130), (77, 300), 4, 2, 128, magnitude=same, mask=_C)
     yield Case("very_negative", (20, 130), (77, 300), 4, 2, 64, **_VERY_NEGATIVE, mask=_C)
-    yield Case(
-        "very_negative_custom", (20, 7), (77, 300), 2, 1, 128, **_VERY_NEGATIVE, mask=_CUSTOM
-    )
+    few = (20, 7), (77, 300)
+    yield Case("very_negative_custom", *few, 2, 1, 128, **_VERY_NEGATIVE, mask=_CUSTOM)
 
 
 def _paged_cases() -> Iterator[Case]:
@@ -88,49 +86,36 @@ def _paged_cases() -> Iterator[Case]:
     yield Case("page64_hnd", mixed_q, mixed_kv, 4, 1, 128, page_size=64, layout="HND")
     yield Case("page5_d96", mixed_q, mixed_kv, 4, 1, 96, page_size=5, form=_PADDED, mask=_C)
     yield Case("page16_d40", mixed_q, mixed_kv, 4, 2, 40, page_size=16, form=_PADDED)
-    yield Case(
-        "vllm_like",
-        (1, 1, 40, 9),
-        (90, 17, 40, 129),
-        8,
-        2,
-        128,
-        page_size=16,
-        form=_HALVES,
-        mask=_C,
-    )
-    more = {"page_size": 32, "form": _HALVES, "layout": "HND", "mask": _C}
-    yield Case("vllm_like_hnd", (1, 40, 9), (17, 40, 129), 8, 2, 64, **more)
-    yield Case("combined", (9, 70), (129, 70), 4, 2, 64, page_size=16, form=_COMBINED)
-    more = {"page_size": 16, "form": _COMBINED, "layout": "HND", "mask": _C}
-    yield Case("combined_hnd", (9, 70), (129, 70), 4, 2, 128, **more)
-    yield Case("transposed", (9, 70), (129, 70), 4, 2, 128, page_size=4, form=KvForm.TRANSPOSED)
-    yield Case("mla_paged", (9, 70), (129, 70), 4, 4, 192, 128, page_size=16, mask=_C)
-    yield Case(
-        "decode", (1,) * 9, (1, 2, 15, 16, 17, 63, 65, 257, 400), 8, 1, 128, page_size=16, mask=_C
-    )
+    vllm = {"form": _HALVES, "mask": _C}
+    yield Case("vllm_like", (1, 1, 40, 9), (90, 17, 40, 129), 8, 2, 128, page_size=16, **vllm)
+    vllm |= {"page_size": 32, "layout": "HND"}
+    yield Case("vllm_like_hnd", (1, 40, 9), (17, 40, 129), 8, 2, 64, **vllm)
+    two, combined = ((9, 70), (129, 70)), {"page_size": 16, "form": _COMBINED}
+    yield Case("combined", *two, 4, 2, 64, **combined)
+    yield Case("combined_hnd", *two, 4, 2, 128, layout="HND", mask=_C, **combined)
+    yield Case("transposed", *two, 4, 2, 128, page_size=4, form=KvForm.TRANSPOSED)
+    yield Case("mla_paged", *two, 4, 4, 192, 128, page_size=16, mask=_C)
+    steps = (1,) * 9, (1, 2, 15, 16, 17, 63, 65, 257, 400)
+    yield Case("decode", *steps, 8, 1, 128, page_size=16, mask=_C)
     yield Case("decode_mha", (1,) * 4, (1, 33, 200, 400), 4, 4, 64, page_size=1)
     yield Case("speculative", (4, 3, 2, 1), (64, 333, 18, 2), 5, 1, 256, page_size=8, mask=_C)
     yield Case("split", *_LONG, 4, 2, 128, page_size=16, mask=_C, fixed_split_size=64)
-    yield Case(
-        "split_hnd", (1, 70), (700, 130), 8, 1, 64, page_size=3, layout="HND", fixed_split_size=100
-    )
+    hnd = {"page_size": 3, "layout": "HND"}
+    yield Case("split_hnd", (1, 70), (700, 130), 8, 1, 64, fixed_split_size=100, **hnd)
     yield Case("split_ragged", (3, 150, 0), (512, 450, 9), 3, 3, 256, mask=_C, fixed_split_size=128)
-    yield Case(
-        "split_window", (3, 150), (512, 450), 4, 4, 64, mask=_C, window_left=70, fixed_split_size=64
-    )
-    more = {"page_size": 16, "mask": _CUSTOM, "soft_cap": 10.0, "fixed_split_size": 64}
-    yield Case("split_cap_custom", (3, 50), (512, 450), 4, 1, 128, **more)
-    yield Case("split_mla", (3, 50), (512, 450), 2, 2, 192, 128, mask=_C, fixed_split_size=64)
+    split, long, longer = {"fixed_split_size": 64}, ((3, 50), (512, 450)), ((3, 150), (512, 450))
+    yield Case("split_window", *longer, 4, 4, 64, mask=_C, window_left=70, **split)
+    capped = {"page_size": 16, "mask": _CUSTOM, "soft_cap": 10.0}
+    yield Case("split_cap_custom", *long, 4, 1, 128, **capped, **split)
+    yield Case("split_mla", *long, 2, 2, 192, 128, mask=_C, **split)
     yield Case("no_split", *_LONG, 4, 2, 128, page_size=16, mask=_C, disable_split_kv=True)
     yield Case("window_paged", mixed_q, mixed_kv, 4, 2, 128, page_size=16, mask=_C, window_left=50)
     yield Case("left_only_paged", mixed_q, mixed_kv, 4, 2, 64, page_size=1, window_left=9)
     yield Case("softcap_paged", mixed_q, mixed_kv, 8, 2, 256, page_size=16, mask=_C, soft_cap=50.0)
-    yield Case(
-        "custom_paged", (13, 31, 0, 7, 1), (13, 201, 5, 13, 3), 4, 1, 128, page_size=8, mask=_CUSTOM
-    )
+    masked = (13, 31, 0, 7, 1), (13, 201, 5, 13, 3)
+    yield Case("custom_paged", *masked, 4, 1, 128, page_size=8, mask=_CUSTOM)
     yield Case("packed_paged", *_MASKED, 8, 2, 64, page_size=16, mask=_PACKED, window_left=100)
-    yield Case("neg_paged", (9, 70), (129, 70), 4, 2, 128, page_size=16, mask=_C, **_VERY_NEGATIVE)
+    yield Case("neg_paged", *two, 4, 2, 128, page_size=16, mask=_C, **_VERY_NEGATIVE)
 
 
 def _alibi_cases() -> Iterator[Case]:
@@ -143,18 +128,16 @@ def _alibi_cases() -> Iterator[Case]:
     yield Case("alibi_custom", (61, 31), (61, 200), 10, 5, 64, mask=_CUSTOM, position=_ALIBI)
     yield Case("alibi_custom_cap", *_MASKED, 4, 4, 128, mask=_PACKED, soft_cap=5.0, position=_ALIBI)
     yield Case("alibi_decode", *_STEPS, 7, 1, 128, page_size=16, position=_ALIBI)
-    yield Case(
-        "alibi_split", *_LONG, 6, 2, 64, page_size=3, mask=_C, position=_ALIBI, fixed_split_size=64
-    )
+    split = {"page_size": 3, "fixed_split_size": 64}
+    yield Case("alibi_split", *_LONG, 6, 2, 64, mask=_C, position=_ALIBI, **split)
 
 
 def _rope_cases() -> Iterator[Case]:
     yield Case("rope", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, position=_ROPE)
     yield Case("rope_full", (150, 5, 9), (40, 131, 0), 12, 4, 64, position=_ROPE, rope_scale=3.0)
     yield Case("rope_d40", (70, 3), (96, 200), 5, 1, 40, form=_PADDED, mask=_C, position=_ROPE)
-    yield Case(
-        "rope_d8", (70, 3), (96, 200), 2, 2, 8, layout="HND", position=_ROPE, rope_theta=50.0
-    )
+    more = {"layout": "HND", "rope_theta": 50.0}
+    yield Case("rope_d8", (70, 3), (96, 200), 2, 2, 8, position=_ROPE, **more)
     yield Case("rope_mla", (37, 100), (37, 211), 3, 3, 192, 128, mask=_C, position=_ROPE)
     more = {"window_left": 37, "soft_cap": 20.0, "position": _ROPE, "rope_theta": 5e5}
     yield Case("rope_cap_window", (61, 4), (61, 200), 6, 2, 256, **more)
@@ -177,14 +160,8 @@ def _sink_cases() -> Iterator[Case]:
     yield Case("sinks_split", *_LONG, 6, 2, 64, sinks=usual, fixed_split_size=64)
     more = {"page_size": 16, "mask": _C, "sinks": _MIXED, "fixed_split_size": 128}
     yield Case("sinks_split_mixed", (1, 2, 90), (700, 0, 200), 8, 2, 192, 128, **more)
-    more = {
-        "mask": _CUSTOM,
-        "soft_cap": 20.0,
-        "position": _ALIBI,
-        "sinks": _MIXED,
-        "fixed_split_size": 64,
-    }
-    yield Case("sinks_alibi_cap", (61, 3), (61, 500), 6, 2, 128, **more)
+    more = {"mask": _CUSTOM, "soft_cap": 20.0, "position": _ALIBI, "sinks": _MIXED}
+    yield Case("sinks_alibi_cap", (61, 3), (61, 500), 6, 2, 128, fixed_split_size=64, **more)
 
 
 def _wide_cases() -> Iterator[Case]:
@@ -212,14 +189,8 @@ def _wide_cases() -> Iterator[Case]:
 
 def core() -> list[Case]:
     """Hand-written cases that together touch every axis of the specification."""
-    return [
-        *_ragged_cases(),
-        *_paged_cases(),
-        *_alibi_cases(),
-        *_rope_cases(),
-        *_sink_cases(),
-        *_wide_cases(),
-    ]
+    parts = (_ragged_cases, _paged_cases, _alibi_cases, _rope_cases, _sink_cases, _wide_cases)
+    return [case for part in parts for case in part()]
 
 
 def tiny() -> list[Case]:

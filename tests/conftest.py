@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
-# What holds for fa3's soft cap by the GPU's own tanh is for tests/gpu/test_gpu_soft_cap.py.
+# Modules of the code generator, of its tools and of the wheels, which tests import by name.
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / folder) for folder in ("cmake/codegen", "tools", "wheels")]
+
+# tests/gpu/test_gpu_soft_cap.py has the tests of fa3's soft cap by the GPU's own tanh.
 os.environ.setdefault("PREFLASH_SOFT_CAP", "exact")
 
 

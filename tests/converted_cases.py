@@ -1,5 +1,4 @@
-"""Cases whose operands are rotated or widened on load, without copies: every form of them
-with every option, at the head dims that have loops of their own."""
+"""Cases whose operands are rotated or dequantised on load: every form with every option."""
 
 import dataclasses
 import itertools

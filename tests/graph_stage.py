@@ -6,9 +6,10 @@ is recorded with its addresses and started again: a replay finds what the last p
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import random
+import types
 
 import pytest
 import torch
@@ -19,15 +20,23 @@ NAN = float("nan")
 
 
 class _Recorder:
-    """Launches of the CPU while they are being `captured`."""
+    """Holds back the launches of the CPU while they are being captured."""
 
-    calls: list | None = None
+    starts: list | None = None
 
     def launch(self, start) -> bool:
-        if self.calls is None:
+        if self.starts is None:
             return start()
-        self.calls.append(start)
+        self.starts.append(start)
         return True
+
+    def capture(self, run):
+        self.starts = starts = []
+        try:
+            run()
+        finally:
+            self.starts = None
+        return types.SimpleNamespace(replay=lambda: [start() for start in starts])
 
 
 @pytest.fixture
@@ -37,30 +46,10 @@ def recorder(monkeypatch) -> _Recorder:
     return made
 
 
-class _Recorded:
-    def __init__(self, calls: list) -> None:
-        self._calls = calls
-
-    def replay(self) -> None:
-        for start in self._calls:
-            start()
-
-
-@contextlib.contextmanager
-def _recording(recorder: _Recorder):
-    recorder.calls = []
-    try:
-        yield recorder.calls
-    finally:
-        recorder.calls = None
-
-
 def capture(recorder: _Recorder, device: str, run, stream=None):
     """Captures what run() launches; returns an object with replay()."""
     if device == "cpu":
-        with _recording(recorder) as calls:
-            run()
-        return _Recorded(list(calls))
+        return recorder.capture(run)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -92,18 +81,19 @@ class Stage:
         self.k, self.v = (self._empty(*kv_shape, d) for d in (like.head_dim, like.dim_vo))
         self.out = self._empty(limits.rows, like.num_qo_heads, like.dim_vo)
         self.lse = self._empty(limits.rows, like.num_qo_heads, dtype=torch.float32)
-        self.buffers = {"qo_indptr_buf": self._ints(limits.batch + 1)}
+        sizes = {"qo_indptr_buf": limits.batch + 1}
         if like.paged:
-            self.buffers["paged_kv_indptr_buf"] = self._ints(limits.batch + 1)
-            self.buffers["paged_kv_indices_buf"] = self._ints(limits.pages)
-            self.buffers["paged_kv_last_page_len_buf"] = self._ints(limits.batch)
+            sizes |= {"paged_kv_indptr_buf": limits.batch + 1, "paged_kv_indices_buf": limits.pages}
+            sizes["paged_kv_last_page_len_buf"] = limits.batch
         else:
-            self.buffers["kv_indptr_buf"] = self._ints(limits.batch + 1)
+            sizes["kv_indptr_buf"] = limits.batch + 1
         if masked:
             keys = limits.tokens + limits.pages * like.page_size
-            bits = limits.rows * keys // 8 + limits.batch + 8
-            self.buffers["custom_mask_buf"] = self._ints(bits).fill_(-1).byte()
-            self.buffers["mask_indptr_buf"] = self._ints(limits.batch + 1)
+            sizes["custom_mask_buf"] = limits.rows * keys // 8 + limits.batch + 8
+            sizes["mask_indptr_buf"] = limits.batch + 1
+        self.buffers = {name: self._ints(size) for name, size in sizes.items()}
+        if masked:
+            self.buffers["custom_mask_buf"] = self.buffers["custom_mask_buf"].fill_(-1).byte()
         self.wrapper = runner.make_wrapper(
             like, backend=target.backend, device=self.device, buffer=workspace,
             use_cuda_graph=True, **self.buffers,
@@ -127,17 +117,17 @@ class Stage:
         """Up to the limits; some requests are empty."""
         rng = random.Random(seed)
         limits = self.limits
-        most = rng.choice((1, limits.rows // 2, limits.rows))
-        cuts = sorted(rng.randint(0, most) for _ in range(limits.batch - 1))
-        qo_lens = [end - begin for begin, end in zip([0, *cuts], [*cuts, most], strict=True)]
-        rng.shuffle(qo_lens)
+
+        def parts(total: int) -> list[int]:
+            cuts = [0, *sorted(rng.randint(0, total) for _ in range(limits.batch - 1)), total]
+            lengths = [end - begin for begin, end in itertools.pairwise(cuts)]
+            return rng.sample(lengths, len(lengths))
+
+        qo_lens = parts(rng.choice((1, limits.rows // 2, limits.rows)))
         size = max(self.like.page_size, 1)
         # inputs.py adds spare pages and rows.
         room = (limits.pages or limits.tokens) - 6 - limits.batch
-        longest = max(rng.choice((1, room // 8, room)), 1)
-        cuts = sorted(rng.randint(0, longest) for _ in range(limits.batch - 1))
-        units = [end - begin for begin, end in zip([0, *cuts], [*cuts, longest], strict=True)]
-        rng.shuffle(units)
+        units = parts(max(rng.choice((1, room // 8, room)), 1))
         kv_lens = [max(n * size - rng.randrange(size), 0) if n else 0 for n in units]
         return self.make(qo_lens, kv_lens, seed, on_host=bool(seed % 2), **options)
 

@@ -13,7 +13,7 @@ from preflash._check.arguments import PER_HEAD_OPERANDS, PerHead
 _DType, _Mask, _Position = _core.DType, _core.Mask, _core.Position
 
 
-class _Dtypes(NamedTuple):
+class Dtypes(NamedTuple):
     q: _core.DType
     kv: _core.DType
 
@@ -21,52 +21,42 @@ class _Dtypes(NamedTuple):
         return self.q.name if self.q == self.kv else f"{self.q.name}, {self.kv.name} cache"
 
 
-class _Feature(NamedTuple):
-    name: str
-    options: dict[str, object]
-
-
 _OF_EVERY_RUN = ", ".join(name for name in PerHead._fields if name not in PER_HEAD_OPERANDS)
+_CAP, _CUSTOM = {"soft_cap": 30.0}, {"mask": _Mask.custom}
+_ALIBI, _ROPE = {"position": _Position.alibi}, {"position": _Position.rope}
 # Options that are more than a loop bound or a tensor of one run. Those go with every kernel.
-_FEATURES = (
-    _Feature(f"causal, windows, {_OF_EVERY_RUN}, LSE, split keys", {}),
-    _Feature("soft cap", {"soft_cap": 30.0}),
-    _Feature("ALiBi", {"position": _Position.alibi}),
-    _Feature("ALiBi, soft cap", {"position": _Position.alibi, "soft_cap": 30.0}),
-    _Feature("RoPE", {"position": _Position.rope}),
-    _Feature("RoPE, soft cap", {"position": _Position.rope, "soft_cap": 30.0}),
-    _Feature("custom mask", {"mask": _Mask.custom}),
-    _Feature("custom mask, soft cap", {"mask": _Mask.custom, "soft_cap": 30.0}),
-    _Feature("custom mask, ALiBi", {"mask": _Mask.custom, "position": _Position.alibi}),
-    _Feature("custom mask, RoPE", {"mask": _Mask.custom, "position": _Position.rope}),
-)
-_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+FEATURES = {
+    f"causal, windows, {_OF_EVERY_RUN}, LSE, split keys": {},
+    "soft cap": _CAP,
+    "ALiBi": _ALIBI,
+    "ALiBi, soft cap": _ALIBI | _CAP,
+    "RoPE": _ROPE,
+    "RoPE, soft cap": _ROPE | _CAP,
+    "custom mask": _CUSTOM,
+    "custom mask, soft cap": _CUSTOM | _CAP,
+    "custom mask, ALiBi": _CUSTOM | _ALIBI,
+    "custom mask, RoPE": _CUSTOM | _ROPE,
+}
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
 _WIDE = (_DType.float16, _DType.bfloat16, _DType.float32)
 _FP8 = (_DType.float8_e4m3fn, _DType.float8_e5m2)
-_DTYPES = (
-    *(_Dtypes(q, q) for q in _WIDE),
-    *(_Dtypes(q, kv) for q in _WIDE for kv in _FP8),
-    _Dtypes(_FP8[0], _FP8[0]),
+DTYPES = (
+    *(Dtypes(q, q) for q in _WIDE),
+    *(Dtypes(q, kv) for q in _WIDE for kv in _FP8),
+    Dtypes(_FP8[0], _FP8[0]),
 )
-
-
-class _Gpu(NamedTuple):
-    names: str
-    compute_capability: int
-    run: str
-
 
 ARCHS = "80;90+PTX"  # of wheels, and of a source build by default
 _SUITE = "[every GPU test](dev/gpu_suite.md)"
 _NOT_RUN = "not run yet"
-_GPUS = (
-    _Gpu("H100, H200", 90, _SUITE),
-    _Gpu("GH200", 90, _NOT_RUN),
-    _Gpu("A100", 80, _NOT_RUN),
-    _Gpu("A10, A40, RTX 30", 86, _NOT_RUN),
-    _Gpu("L4, L40S, RTX 40", 89, _NOT_RUN),
-    _Gpu("B200", 100, _NOT_RUN),
-    _Gpu("RTX 50, RTX Pro Blackwell", 120, _NOT_RUN),
+_GPUS = (  # names, compute capability, tests that ran
+    ("H100, H200", 90, _SUITE),
+    ("GH200", 90, _NOT_RUN),
+    ("A100", 80, _NOT_RUN),
+    ("A10, A40, RTX 30", 86, _NOT_RUN),
+    ("L4, L40S, RTX 40", 89, _NOT_RUN),
+    ("B200", 100, _NOT_RUN),
+    ("RTX 50, RTX Pro Blackwell", 120, _NOT_RUN),
 )
 _OF_GPUS = """# Support
 
@@ -110,14 +100,12 @@ def page() -> str:
 def gpus() -> str:
     """Returns Markdown: which backends run on a GPU, and from which code."""
     lines = [_row(["GPU", "compute capability", "backend: code", "run"]), _row(["---"] * 4)]
-    for gpu in _GPUS:
-        capability = gpu.compute_capability
+    for names, capability, run in _GPUS:
         traits = [_core.traits_of(family) for family in _core.families_for(capability)]
         code = "; ".join(
             f"`{one.backend}`: {_code(one, capability)}" for one in traits if not one.on_cpu
         )
-        name = f"{capability // 10}.{capability % 10}"
-        lines.append(_row([gpu.names, name, code, gpu.run]))
+        lines.append(_row([names, f"{capability // 10}.{capability % 10}", code, run]))
     return "\n".join(lines) + "\n"
 
 
@@ -139,14 +127,14 @@ def table() -> str:
     backends: dict[tuple[str, ...], list[str]] = {}
     for family in _core.families():
         options: dict[tuple[str, str], list[str]] = {}
-        for feature in _FEATURES:
+        for feature, changes in FEATURES.items():
             dtypes: dict[str, list[str]] = {}
-            for one in _DTYPES:
-                served = _served(family, one, feature.options)
+            for one in DTYPES:
+                served = _served(family, one, changes)
                 dtypes.setdefault(", ".join(served), []).append(str(one))
             for head_dims, names in dtypes.items():
                 if head_dims:
-                    options.setdefault(("<br>".join(names), head_dims), []).append(feature.name)
+                    options.setdefault(("<br>".join(names), head_dims), []).append(feature)
         for cells, names in options.items():
             backend = f"`{_core.traits_of(family).backend}`"
             backends.setdefault(("<br>".join(names), *cells), []).append(backend)
@@ -159,21 +147,16 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _text(qk: int, vo: int) -> str:
-    """Spells head dims as ids do."""
-    return str(qk) if qk == vo else f"{qk}x{vo}"
-
-
-def _served(family: _core.Family, dtypes: _Dtypes, options: dict[str, object]) -> list[str]:
-    """Returns the head dims that kernels of the family serve."""
+def _served(family: _core.Family, dtypes: Dtypes, options: dict[str, object]) -> list[str]:
+    """Returns the head dims that kernels of the family serve, spelled as in ids."""
     return [
-        _text(qk, vo)
-        for qk, vo in _HEAD_DIMS
-        if _core.in_matrix(family, _usual(dtypes, qk, vo).replace(**options))
+        str(qk) if qk == vo else f"{qk}x{vo}"
+        for qk, vo in HEAD_DIMS
+        if _core.in_matrix(family, plain_options(dtypes, qk, vo).replace(**options))
     ]
 
 
-def _usual(dtypes: _Dtypes, head_dim_qk: int, head_dim_vo: int) -> _core.AttentionOptions:
+def plain_options(dtypes: Dtypes, head_dim_qk: int, head_dim_vo: int) -> _core.AttentionOptions:
     return _core.AttentionOptions(
         num_qo_heads=1,
         num_kv_heads=1,

@@ -5,8 +5,7 @@ from preflash.testing import Inputs
 
 
 def graph_options(inputs: Inputs) -> dict:
-    """use_cuda_graph=True for a wrapper of such batches, with buffers, of which those that may be
-    too large are."""
+    """Returns use_cuda_graph=True and buffers for such batches, some larger than needed."""
     case, device = inputs.case, inputs.q.device
     ints = {"dtype": torch.int32, "device": device}
     indptr = torch.full((case.batch_size + 1,), -7, **ints)

@@ -376,7 +376,7 @@ def _build(matrix: Matrix, arguments: argparse.Namespace) -> Build:
     return Build(arguments.preset, architectures, variants)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--list", action="store_true", help="one line per kernel source")
@@ -389,7 +389,7 @@ def main() -> int:
         default="",
         help='as in PREFLASH_ARCHS, e.g. "80;90"; default: every family, for none',
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     try:
         matrix = load_matrix()

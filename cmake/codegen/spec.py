@@ -7,6 +7,7 @@ file, the row and the rule.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,8 +138,9 @@ class Matrix:
         return [v for v in self.variants if v.values["family"] in wanted and takes(v.values)]
 
 
+@functools.cache
 def load_matrix(directory: Path = VARIANTS_DIR) -> Matrix:
-    """Reads forward.toml, tiles.toml and presets.toml.
+    """Reads forward.toml, tiles.toml and presets.toml, once for each directory.
 
     Raises:
         SpecError: first what stops the reading: a contradiction in the vocabulary, an unknown axis

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 HEADER = ROOT / "include" / "preflash" / "preflash.h"
@@ -49,9 +49,8 @@ def interface(header: str) -> list[str]:
         (folder / "preflash.h").write_text(header)
         main = "\n".join(["int main(void) {", *prints, "}\n"])
         (folder / "abi.c").write_text(f'#include "preflash.h"\n#include <stdio.h>\n{main}')
-        subprocess.run(["cc", "-std=c11", "abi.c", "-o", "abi"], cwd=folder, check=True)
-        printed = subprocess.run([folder / "abi"], capture_output=True, text=True, check=True)
-    return lines + printed.stdout.splitlines()
+        output_of("cc", "-std=c11", "abi.c", "-o", "abi", cwd=folder)
+        return lines + output_of(folder / "abi").splitlines()
 
 
 def recorded(header: str) -> list[str]:
@@ -73,51 +72,29 @@ def test_the_header_keeps_its_abi_and_the_record_is_whole():
     assert sorted(added) == [], "append these lines to the recorded file"
 
 
-REMOVED = "PREFLASH_API void preflash_plan_destroy(preflash_plan* plan);"
-BREAKS = {
-    "a removed function": (REMOVED, "", ["void preflash_plan_destroy(preflash_plan* plan)"]),
-    "another parameter": (
-        "preflash_plan_create(int device,",
-        "preflash_plan_create(int64_t device,",
-        ["preflash_status preflash_plan_create(int device, preflash_plan** plan)"],
-    ),
-    "swapped members": (
-        "  int32_t num_qo_heads;\n  int32_t num_kv_heads;",
-        "  int32_t num_kv_heads;\n  int32_t num_qo_heads;",
-        [
-            "preflash_segment: int32_t num_qo_heads at 8, 4 bytes",
-            "preflash_segment: int32_t num_kv_heads at 12, 4 bytes",
-        ],
-    ),
-    "a member of another type": (
-        "  float soft_cap;",
-        "  int32_t soft_cap;",
-        ["preflash_segment: float soft_cap at 48, 4 bytes"],
-    ),
-    "a struct that must not grow": (
-        "  int64_t num_tokens;",
-        "  int64_t num_tokens;\n  int64_t added;",
-        ["preflash_tensor: 48 bytes"],
-    ),
-    "a renumbered value": (
-        "PREFLASH_BFLOAT16 = 2",
-        "PREFLASH_BFLOAT16 = 7",
-        ["preflash_dtype PREFLASH_BFLOAT16 = 2"],
-    ),
+DESTROY = "PREFLASH_API void preflash_plan_destroy(preflash_plan* plan);"
+QO, KV = "  int32_t num_qo_heads;", "  int32_t num_kv_heads;"
+# Text of the header, other text, and a part of the line that is not kept.
+CHANGES = [
+    (DESTROY, "", "void preflash_plan_destroy("),
+    ("_plan_create(int device,", "_plan_create(int64_t device,", "_plan_create(int device,"),
+    (f"{QO}\n{KV}", f"{KV}\n{QO}", "num_kv_heads at 12, 4 bytes"),
+    ("  float soft_cap;", "  int32_t soft_cap;", "float soft_cap at 48, 4 bytes"),
+    ("  int64_t num_tokens;", "  int64_t num_tokens;\n  int64_t added;", "tensor: 48 bytes"),
+    ("PREFLASH_BFLOAT16 = 2", "PREFLASH_BFLOAT16 = 7", "PREFLASH_BFLOAT16 = 2"),
     # What is appended breaks nothing.
-    "an appended member": ("  int32_t reserved;", "  int32_t reserved;\n  int64_t added;", []),
-    "an appended value": ("FLOAT8_E5M2 = 4", "FLOAT8_E5M2 = 4, PREFLASH_ADDED = 5", []),
-    "an appended function": (REMOVED, f"{REMOVED}\nPREFLASH_API int preflash_added(void);", []),
-}
+    ("  int32_t reserved;", "  int32_t reserved;\n  int64_t added;", None),
+    ("FLOAT8_E5M2 = 4", "FLOAT8_E5M2 = 4, PREFLASH_ADDED = 5", None),
+    (DESTROY, f"{DESTROY}\nPREFLASH_API int preflash_added(void);", None),
+]
 
 
-@pytest.mark.parametrize(("before", "after", "expected"), BREAKS.values(), ids=BREAKS)
-def test_breaks_are_found(before, after, expected):
+@pytest.mark.parametrize(("before", "after", "line"), CHANGES)
+def test_breaks_are_found(before, after, line):
     header = HEADER.read_text()
     assert header.count(before) == 1
     found = broken(header.replace(before, after))
-    assert set(expected) <= set(found)
-    assert bool(found) == bool(expected)
+    assert any(line in one for one in found) if line else found == []
 
 
 if __name__ == "__main__":

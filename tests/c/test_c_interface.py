@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from preflash.testing import build, runner
 from preflash.testing.case import Case, KvForm, MaskKind, Position
 from preflash.testing.inputs import Inputs, as_nhd, pack_little, pages_of
+from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -30,13 +30,6 @@ SANITIZE = os.environ.get("PREFLASH_CFLAGS", "").split()  # make sanitize
 POSITIONS = [Position.NONE, Position.ROPE, Position.ALIBI]
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-
-
-def output_of(*command, **environment: str) -> str:
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @functools.cache
@@ -153,10 +146,10 @@ def test_cases(compiled, tmp_path, case):
 PAGED = Case("paged", (33, 1, 0, 70), (90, 40, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 
 
-@pytest.mark.parametrize("form", ["bounds", "table"])
+@pytest.mark.parametrize("form", [{"bounds": True}, {"table": True}], ids=str)
 def test_lengths_and_pages_of_an_engine(compiled, tmp_path, form):
     inputs = build(PAGED)
-    result = computed(compiled(HERE / "run_case.c"), tmp_path, inputs, **{form: True})
+    result = computed(compiled(HERE / "run_case.c"), tmp_path, inputs, **form)
     runner.compare(inputs, *result).check()
 
 
@@ -184,11 +177,15 @@ def test_the_header_is_cpp_too(tmp_path):
     source.write_text(
         "#include <preflash/preflash.h>\npreflash_segment s = PREFLASH_SEGMENT_INIT;\n"
     )
-    made = tmp_path / "includes.o"
-    output_of("c++", "-Wall", "-Werror", "-c", source, *config("--cflags"), "-o", made)
+    flags = ("-Wall", "-Werror", *config("--cflags"))
+    output_of("c++", "-c", source, *flags, "-o", tmp_path / "includes.o")
 
 
-# The package's files for pkg-config and CMake.
+# The examples, by the package's own files for the command line, pkg-config, CMake and rustc.
+
+
+def needs(tool: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(tool) is None, reason=f"there is no {tool}")
 
 
 PROJECT = f"""
@@ -200,7 +197,7 @@ target_link_libraries(prefill PRIVATE preflash::preflash m)
 """
 
 
-@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="there is no pkg-config")
+@needs("pkg-config")
 def test_pkg_config_finds_the_package(tmp_path):
     (directory,) = config("--libdir")
     command = ["pkg-config", "--cflags", "--libs", "preflash >= 0.1"]
@@ -210,7 +207,7 @@ def test_pkg_config_finds_the_package(tmp_path):
     assert "largest error 0.00" in output_of(program)
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="there is no cmake")
+@needs("cmake")
 def test_find_package_finds_the_package(tmp_path):
     (directory,) = config("--libdir")
     (tmp_path / "CMakeLists.txt").write_text(PROJECT)
@@ -225,13 +222,12 @@ def test_the_example_in_c(compiled):
     assert "largest error 0.00" in output_of(compiled(EXAMPLE))
 
 
-@pytest.mark.skipif(shutil.which("rustc") is None, reason="there is no rustc")
+@needs("rustc")
 def test_the_example_in_rust(tmp_path):
     (directory,) = config("--libdir")
     program = tmp_path / "serve"
     command = ["rustc", "--edition", "2021", "-O", "-D", "warnings", "-L", directory]
     command += ["-C", f"link-arg=-Wl,-rpath,{directory}", "-o", program]
     # rustc does not run with the sanitizers' libraries preloaded.
-    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    subprocess.run([*command, EXAMPLES / "rust" / "src" / "main.rs"], check=True, env=plain)
+    output_of(*command, EXAMPLES / "rust" / "src" / "main.rs", LD_PRELOAD="")
     assert "each has the same tokens alone" in output_of(program)

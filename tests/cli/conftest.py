@@ -15,12 +15,12 @@ class Finished:
 
 @pytest.fixture
 def preflash_command(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process, which has imported torch, outside the source tree."""
+    """Runs a command, given as words or as one line, outside the source tree."""
     monkeypatch.chdir(tmp_path)
 
-    def call(*arguments: str) -> Finished:
+    def call(line: str, *words: str) -> Finished:
         try:
-            code = cli.main(arguments)
+            code = cli.main([*line.split(), *words])
         except SystemExit as end:  # as argparse ends --help and what it refuses
             code = end.code
         return Finished(code, *capsys.readouterr())

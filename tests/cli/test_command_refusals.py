@@ -1,5 +1,4 @@
-"""Commands are refused with exit code 2 before any work: the message names the argument or the
-variable of the environment, and nothing is written."""
+"""Commands are refused before any work: exit code 2, and a message that names the argument."""
 
 import json
 import os
@@ -16,7 +15,8 @@ REFUSED = [
     ("benchmark", "variants"),
     *((f"{name} --backend fa7", "--backend fa7: must be one of cpu, fa2, fa3")
       for name in ("check", "bench", "demo")),
-    (f"{QUICK} --rows 'nothing like it'", "names no row"),
+    (f"{QUICK} --rows 'nothing like it' --json mixed.json", "names no row"),
+    (f"{QUICK} --rows 'nothing like it' --json new.json", "names no row"),
     (f"{QUICK} --dtype f64", f"--dtype f64: {DTYPES}"),
     (f"{QUICK} --dtype bf16,e4m3", f"--dtype e4m3: {DTYPES}"),
     *((f"{QUICK} {option} {file}", f"{option} {file}: {why}")
@@ -55,6 +55,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def written(folder) -> dict:
+    """Returns the files of a folder with their texts."""
+    return {path: path.is_file() and path.read_text() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(("command", "message"), REFUSED)
 def test_refusals(preflash_command, monkeypatch, tmp_path, command, message):
     if "--plot" in command:
@@ -68,11 +73,11 @@ def test_refusals(preflash_command, monkeypatch, tmp_path, command, message):
     rows = [mixed, {**dense, "speed": {}, "us": {}}]
     machine = {"preflash": "1", "backend": "cpu", "name": "CPU"}
     (tmp_path / "mixed.json").write_text(json.dumps({"machine": machine, "rows": rows}))
-    before = sorted(tmp_path.iterdir())
+    before = written(tmp_path)
     with prepass_policy.forced(os.environ.get("PREFLASH_PREPASS", "auto")):
-        done = preflash_command(*words)
+        done = preflash_command("", *words)
     assert done.code == 2
     assert message in done.err
     assert "usage: " in done.err or done.err.count("\n") == 1
     assert done.out == ""
-    assert sorted(tmp_path.iterdir()) == before
+    assert written(tmp_path) == before

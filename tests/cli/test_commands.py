@@ -7,6 +7,7 @@ import sys
 import pytest
 from documents import ROOT
 from preflash import _core
+from preflash.cli.machine import choose_places
 
 TEXT = ("demo", "--text", str(ROOT / "CHANGELOG.md"))
 
@@ -18,7 +19,7 @@ def test_info(preflash_command):
     assert "backend='auto'" in done.out
     assert "  cpu: cpu" in done.out
     assert "does not exist" not in done.out
-    facts = json.loads(preflash_command("info", "--json").out)
+    facts = json.loads(preflash_command("info --json").out)
     assert facts["kernels"]["cpu"] > 0
     assert facts["cpu"]["threads"] >= 1
     assert facts["cpu"]["isa"]
@@ -39,11 +40,12 @@ def test_info_says_what_the_environment_overrides(preflash_command, monkeypatch)
     monkeypatch.delenv("PREFLASH_ENGINES", raising=False)  # of make test
     assert "in the environment" not in preflash_command("info").out
     monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
+    assert [place.backend for place in choose_places(None)] == ["cpu"]
     assert "PREFLASH_BACKEND=cpu in the environment" in preflash_command("info").out
 
 
 def test_check(preflash_command):
-    done = preflash_command("check", "--backend", "cpu")
+    done = preflash_command("check --backend cpu")
     assert done.code == 0, done.out + done.err
     areas = ("prefill", "paged", "decode", "mask", "softcap", "split", "merge", "packbits")
     kernel = "\n  cpu_bf16_d512\n"  # which kernels ran
@@ -52,29 +54,13 @@ def test_check(preflash_command):
 
 
 def test_demo(preflash_command):
-    done = preflash_command("demo", "--quick", "--backend", "cpu")
+    done = preflash_command("demo --quick --backend cpu")
     assert done.code == 0, done.out + done.err
     for words in ("all verified", "documented example", "serving batch"):
         assert words in done.out
     # Piped: no cursor movement, and the bar prints a line per quarter.
     assert "\r" not in done.err
     assert len([line for line in done.err.splitlines() if line.startswith("demo: ")]) == 4
-
-
-def test_bench_of_one_row(preflash_command, tmp_path):
-    options = "--quick --backend cpu --dtype f32 --rows d64 --repeats 1 --json bench.json"
-    done = preflash_command("bench", *options.split())
-    assert done.code == 0, done.out + done.err
-    written = json.loads((tmp_path / "bench.json").read_text())
-    assert written["machine"]["backend"] == "cpu"
-    (row,) = written["rows"]
-    assert row["name"] == "dense d64 s512 full"
-    assert row["name"] in done.out
-    assert row["variant"].startswith("cpu_f32_")
-    assert min(row["us"]["preflash"], row["us"]["sdpa"], row["plan_us"]) > 0
-    assert row["error_ratio"] <= 1
-    seconds = row["us"]["preflash"] * 1e-6
-    assert row["speed"]["preflash"] == pytest.approx(row["flops"] / seconds / 1e12)
 
 
 def test_demo_embeds_and_searches_a_document(preflash_command):

@@ -1,4 +1,5 @@
-"""Help and usage errors come before torch is imported; `import preflash` is eager elsewhere."""
+"""Help and usage errors come before torch is imported; `import preflash` is eager elsewhere.
+Commands end with one line and exit code 2 where their output cannot be written."""
 
 import os
 import re
@@ -89,3 +90,27 @@ def test_dir_lists_public_names():
     listed = {name for name in dir(preflash) if not name.startswith("__")}
     assert listed == {name for name in preflash.__all__ if not name.startswith("__")}
     assert all(hasattr(preflash, name) for name in listed)
+
+
+def shell(command: str):
+    line = command.replace("preflash", f"{sys.executable} -m preflash")
+    return finished("bash", "-o", "pipefail", "-c", line)
+
+
+def test_commands_without_a_stderr():
+    done = shell("preflash check --quick --backend cpu 2>/dev/full")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all good")
+    # The message does not go to stdout instead.
+    done = shell("preflash check --backend fa9 2>&-")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_pipe_whose_reader_is_gone():
+    done = shell("preflash variants | exec true")
+    assert (done.returncode, done.stderr) == (128 + 13, "")
+
+
+def test_a_full_disk():
+    done = shell("preflash info >/dev/full")
+    assert done.returncode == 2
+    assert re.fullmatch(r"preflash .*cannot write its output: No space left.*\n", done.stderr)

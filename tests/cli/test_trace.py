@@ -1,17 +1,15 @@
 """`bench --trace` records the work items of launches, and writes a file or a picture of them."""
 
-import functools
-import importlib.util
 import json
+import sys
 
 import preflash
 import pytest
 import torch
 from preflash import _core
-from preflash.cli.bench.trace import Kind, Launch, Span, Timeline, chrome_trace, draw, read_spans
+from preflash.cli.bench.trace import Kind, Launch, Span, Timeline, chrome_trace, read_spans
 
 _WORDS = 4
-has_matplotlib = importlib.util.find_spec("matplotlib") is not None
 
 
 def span(begin, end, processor=0, kind=Kind.PREFILL, **other):
@@ -95,9 +93,8 @@ def test_read_spans_of_every_field():
 
 
 def test_summary():
-    line = timeline(
-        span(0.0, 40.0), span(10.0, 20.0), span(60.0, 100.0, kind=Kind.DECODE), span(0.0, 50.0, 1)
-    ).summary()
+    spans = span(0.0, 40.0), span(10.0, 20.0), span(60.0, 100.0, kind=Kind.DECODE)
+    line = timeline(*spans, span(0.0, 50.0, 1)).summary()
     # 90 of 200 us are prefill (10 of these twice), 40 are decode.
     assert line.startswith("4 items in 100.0 us on 2 SMs: prefill 45.0 %, decode 20.0 %, idle 35.0")
     assert "the first SM is done at 50.0 us" in line
@@ -125,53 +122,44 @@ def test_chrome_trace():
     assert document["otherData"]["title"] == "a row"
 
 
-@pytest.mark.skipif(not has_matplotlib, reason="no matplotlib")
-def test_a_picture_has_the_colours_of_both_kinds(tmp_path):
-    path = tmp_path / "gantt.svg"
-    draw(timeline(span(0.0, 10.0, 1), span(4.0, 12.0, 1, Kind.DECODE)), path)
-    assert all(colour in path.read_text() for colour in ("#1f6fb4", "#f5a623"))
-
-
 def bars_of(document: dict) -> list[dict]:
     return [event for event in document["traceEvents"] if event["ph"] == "X"]
 
 
-@pytest.fixture
-def bench(preflash_command):
-    return functools.partial(preflash_command, "bench", "--backend", "cpu", "--quick")
-
-
 @pytest.mark.parametrize(
-    ("rows", "name", "kinds", "requests"),
+    ("line", "files", "title", "kinds", "requests"),
     [
-        ((), "pod 1x129 + 4x257 page 16, the first of", {"prefill", "decode"}, {1, 2, 3, 4}),
-        (("--rows", "dense d64 s512 full"), "dense d64 s512 full", {"prefill"}, set()),
+        ("--trace pod", ["pod.json", "pod.png"], "pod 1x129 + 4x257 page 16, the first of",
+         {"prefill", "decode"}, {1, 2, 3, 4}),
+        ("--trace pod.json --rows d64", ["pod.json"], "dense d64 s512 full", {"prefill"}, set()),
+        ("--trace pod.svg", ["pod.svg"], "pod 1x129", set(), set()),
     ],
-    ids=["first", "named"],
-)
-def test_command_writes_a_trace(bench, tmp_path, rows, name, kinds, requests):
-    done = bench(*rows, "--trace", "row.json")
+)  # fmt: skip
+def test_the_command_writes_what_the_name_says(
+    preflash_command, tmp_path, line, files, title, kinds, requests
+):
+    pytest.importorskip("matplotlib")
+    done = preflash_command(f"bench --backend cpu --quick {line}")
     assert done.code == 0
-    assert "wrote row.json" in done.out
-    assert name in done.out
-    bars = bars_of(json.loads((tmp_path / "row.json").read_text()))
+    assert title in done.out
+    assert all(f"wrote {name}\n" in done.out for name in files)
+    written = {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    assert list(written) == files
+    if "pod.svg" in written:  # the colours of prefill and of decode
+        assert all(colour in written["pod.svg"] for colour in (b"#1f6fb4", b"#f5a623"))
+        return
+    assert written.get("pod.png", b"\x89PNG").startswith(b"\x89PNG")
+    bars = bars_of(json.loads(written["pod.json"]))
     assert {bar["name"] for bar in bars} == kinds
     assert {bar["args"]["request"] for bar in bars if bar["name"] == "decode"} == requests
     assert all(bar["dur"] >= 0 for bar in bars)
 
 
-def test_a_picture_without_matplotlib_is_refused(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for ending in ("", ".png", ".svg", ".pdf"):
-        done = bench("--trace", f"pod{ending}")
-        assert done.code == 2
-        for part in ("pip install 'preflash[trace]'", "write --trace pod.json"):
-            assert part in done.err
+@pytest.mark.parametrize("name", ["pod", "pod.png", "pod.svg", "pod.pdf"])
+def test_a_picture_without_matplotlib_is_refused(preflash_command, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = preflash_command(f"bench --backend cpu --quick --trace {name}")
+    assert done.code == 2
+    for part in ("pip install 'preflash[trace]'", "write --trace pod.json"):
+        assert part in done.err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(not has_matplotlib, reason="no matplotlib")
-def test_a_name_without_an_ending_writes_both(bench, tmp_path):
-    assert bench("--trace", "pod").code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pod.json", "pod.png"]
-    assert (tmp_path / "pod.png").read_bytes().startswith(b"\x89PNG")

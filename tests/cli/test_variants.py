@@ -3,31 +3,31 @@
 import json
 
 import pytest
-from preflash import _core, cli
+from preflash import _core
 
 
-def listed(capsys, *arguments):
-    assert cli.main(["variants", "--json", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def listed(preflash_command):
+    """Returns a function: the rows that `variants --json` prints with these options."""
+    return lambda options="": json.loads(preflash_command(f"variants --json {options}").out)
 
 
 def ids_of(kernels):
     return [kernel["id"] for kernel in kernels]
 
 
-def test_the_list_is_the_registry(capsys):
-    assert sorted(ids_of(listed(capsys))) == sorted(ids_of(_core.kernels()))
-    assert cli.main(["variants", "--family", "cpu"]) == 0
-    out = capsys.readouterr().out
+def test_the_list_is_the_registry(listed, preflash_command):
+    assert sorted(ids_of(listed())) == sorted(ids_of(_core.kernels()))
+    out = preflash_command("variants --family cpu").out
     for kernel in _core.kernels():
         assert (kernel["id"] in out) == (kernel["family"] == "cpu")
 
 
-def test_a_dtype_has_two_names(capsys):
+def test_a_dtype_has_two_names(listed):
     for short, long in (("bf16", "bfloat16"), ("f32", "float32"), ("e4m3", "float8_e4m3fn")):
-        chosen = listed(capsys, "--family", "cpu", "--dtype", short)
+        chosen = listed(f"--family cpu --dtype {short}")
         assert {(kernel["family"], kernel["q_dtype"]) for kernel in chosen} == {("cpu", short)}
-        assert listed(capsys, "--family", "cpu", "--dtype", long) == chosen
+        assert listed(f"--family cpu --dtype {long}") == chosen
 
 
 BUILD = [  # rows as of _core.kernels(), as far as `variants` looks at them
@@ -57,24 +57,23 @@ BUILD = [  # rows as of _core.kernels(), as far as `variants` looks at them
         ("256", {"bf16_256x256", "e4m3_256x256"}, ["256", "256"]),
     ],
 )
-def test_a_head_dim_finds_what_serves_it(monkeypatch, capsys, size, ids, shown):
+def test_a_head_dim_finds_what_serves_it(monkeypatch, listed, preflash_command, size, ids, shown):
     """The table says up to which head_dim a larger kernel serves."""
     monkeypatch.setattr(_core, "kernels", lambda: BUILD)
-    arguments = [] if size is None else ["--head-dim", size]
-    assert set(ids_of(listed(capsys, *arguments))) == ids
-    assert cli.main(["variants", *arguments]) == 0
-    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    options = f"--head-dim {size}" if size else ""
+    assert set(ids_of(listed(options))) == ids
+    lines = [line.split("|") for line in preflash_command(f"variants {options}").out.splitlines()]
     column = [cells[5].strip() for cells in lines if "fa3" in "".join(cells[2:3])]
     assert sorted(column) == sorted(shown)
 
 
-def test_the_cpu_serves_any_head_dim_with_its_largest(capsys):
+def test_the_cpu_serves_any_head_dim_with_its_largest(listed, preflash_command):
     """The list has the kernel that plan() takes."""
     dtype = _core.DType.bfloat16
     for size in ("8", "192", "192x128", "512"):
         qk, *vo = map(int, size.split("x"))
         wanted = _core.Variant(_core.Family.cpu, dtype, dtype, qk, *(vo or [qk]))
-        chosen = listed(capsys, "--family", "cpu", "--head-dim", size)
+        chosen = listed(f"--family cpu --head-dim {size}")
         assert _core.find_id(wanted) in ids_of(chosen)
-        assert cli.main(["variants", "--family", "cpu", "--head-dim", size]) == 0
-        assert capsys.readouterr().out.count("up to 512") == len(chosen) * (size != "512")
+        out = preflash_command(f"variants --family cpu --head-dim {size}").out
+        assert out.count("up to 512") == len(chosen) * (size != "512")

@@ -1,24 +1,19 @@
-"""Commands that compare results fail when a result is wrong: tests corrupt a value on its way from
-the wrapper to the comparison."""
+"""Commands fail where a result is wrong: tests corrupt what public calls return."""
 
 import json
 
 import preflash
 import pytest
 import torch
-from preflash import cli
-from preflash.cli import demo
 from preflash.cli.bench import measure
 from preflash.cli.bench.rows import quick_rows
 from preflash.cli.machine import Place
-from preflash.testing import runner, timing
 
-HONEST, HONEST_PACKBITS = runner.run, preflash.packbits
-
-
-def faulty(change):
-    """Returns runner.run() with another output or LSE."""
-    return lambda *arguments, **options: change(*HONEST(*arguments, **options))
+WRAPPERS = (
+    preflash.BatchPrefillWithPagedKVCacheWrapper,
+    preflash.BatchPrefillWithRaggedKVCacheWrapper,
+)
+PACKBITS = preflash.packbits
 
 
 def one_element_off(out, lse):
@@ -28,67 +23,78 @@ def one_element_off(out, lse):
     return out, lse
 
 
-def raising(*arguments, **options):
+def refused(*_, **__):
     raise RuntimeError("launch refused")
 
 
+@pytest.fixture
+def corrupt(monkeypatch):
+    """Returns a function that changes the (output, LSE) of every wrapper's run()."""
+
+    def corrupt(change):
+        for wrapper in WRAPPERS:
+
+            def run(self, *arguments, honest=wrapper.run, **options):
+                return change(*honest(self, *arguments, **options))
+
+            monkeypatch.setattr(wrapper, "run", run)
+
+    return corrupt
+
+
 @pytest.mark.parametrize(
-    ("owner", "name", "fault", "words"),
+    ("fault", "words"),
     [
-        (runner, "run", faulty(one_element_off), ("FAILED prefill", "outside their bound")),
-        (runner, "run", faulty(lambda out, lse: (out, lse * 0.6931)), ("lse:",)),
-        (runner, "run", raising, ("RuntimeError: launch refused",)),
-        (preflash, "packbits", lambda x, order: HONEST_PACKBITS(x, order) ^ 1, ()),
+        (one_element_off, ("FAILED prefill", "outside their bound")),
+        (lambda out, lse: (out, lse * 0.6931), ("lse:",)),  # natural logarithms
+        (refused, ("RuntimeError: launch refused",)),
     ],
-    ids=["out", "natural logarithms", "raising", "packbits"],
 )
-def test_check_fails_on_wrong_results(monkeypatch, capsys, owner, name, fault, words):
-    monkeypatch.setattr(owner, name, fault)
-    assert cli.main(["check", "--quick", "--backend", "cpu"]) == 1
-    out = capsys.readouterr().out
+def test_check_fails_on_wrong_results(corrupt, preflash_command, fault, words):
+    corrupt(fault)
+    done = preflash_command("check --quick --backend cpu")
+    assert done.code == 1
     for word in words:
-        assert word in out
-    # The areas that do not go through this call still pass.
-    assert ("FAILED packbits" in out) == (name == "packbits")
+        assert word in done.out
+    assert "FAILED packbits" not in done.out  # which calls no wrapper
 
 
-def test_demo_fails_on_a_wrong_row(monkeypatch, capsys):
-    honest = demo.Sample.of
-
-    def of(sample, x):
-        rows = honest(sample, x)
-        return rows + 0.25 if x.dtype != torch.float32 else rows
-
-    monkeypatch.setattr(demo.Sample, "of", of)
-    assert cli.main(["demo", "--quick", "--backend", "cpu"]) == 1
-    out = capsys.readouterr().out
-    assert "FAILED layer 0" in out
-    assert "all verified" not in out
+def test_check_fails_on_wrong_bits_alone(monkeypatch, preflash_command):
+    monkeypatch.setattr(preflash, "packbits", lambda x, order: PACKBITS(x, order) ^ 1)
+    done = preflash_command("check --quick --backend cpu")
+    assert (done.code, done.out.count("FAILED packbits")) == (1, 1)
+    assert done.out.count("\nFAILED ") == 1
 
 
-def test_bench_does_not_time_a_wrong_result(monkeypatch, preflash_command, tmp_path):
-    monkeypatch.setattr(runner, "run", faulty(one_element_off))
-    options = ("--quick", "--backend", "cpu", "--rows", "d64", "--repeats", "1")
-    done = preflash_command("bench", *options, "--json", "bench.json")
+def test_demo_fails_on_a_wrong_row(corrupt, preflash_command):
+    corrupt(lambda out, lse: (out + 0.25, lse))
+    done = preflash_command("demo --quick --backend cpu")
+    assert done.code == 1
+    assert "FAILED layer 0" in done.out
+    assert "all verified" not in done.out
+
+
+def test_bench_does_not_time_a_wrong_result(corrupt, preflash_command, tmp_path):
+    corrupt(one_element_off)
+    options = "--quick --backend cpu --dtype f32 --rows d64 --repeats 1 --json bench.json"
+    done = preflash_command(f"bench {options}")
     assert done.code == 1
     assert "WRONG" in done.out
     assert "FAILED dense d64 s512 full" in done.out
     (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert row["variant"].startswith("cpu_f32_")
     assert set(row["us"]) == {"sdpa"}
 
 
-def test_bench_fails_where_a_launch_fails_while_it_is_timed(monkeypatch):
+@pytest.mark.parametrize(("name", "fails"), [("preflash", True), ("base", True), ("cudnn", False)])
+def test_bench_fails_where_a_launch_fails_while_it_is_timed(name, fails):
     """Our own launch and the one that a row is compared with; a baseline's is only absent."""
 
-    monkeypatch.setattr(timing, "GraphReplay", raising)
-    gpu = Place("fa2", torch.device("cuda"), "a GPU")
-    for name, failure in (("preflash", True), ("base", True), ("cudnn", False)):
+    def calls_of(result, place, repeats):
+        result.baselines.append("cudnn")
+        return {name: [refused]}
 
-        def calls_of(result, place, repeats, name=name):
-            result.baselines.append("cudnn")
-            return {name: []}
-
-        result = measure.measured(calls_of, quick_rows()[0], gpu, 1)
-        assert (result.failure == "launch refused") == failure
-        assert result.absent == ({} if failure else {"cudnn": "launch refused"})
-        assert result.us == {}
+    gpu = Place("fa2", torch.device("cuda"), "a GPU")  # without a GPU every launch fails, too
+    result = measure.measured(calls_of, quick_rows()[0], gpu, 1)
+    assert (bool(result.failure), bool(result.absent)) == (fails, not fails)
+    assert result.us == {}

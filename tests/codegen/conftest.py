@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("cmake/codegen", "tools", "wheels")]
-
-import spec  # noqa: E402
+import spec
 
 
 @pytest.fixture(scope="session")

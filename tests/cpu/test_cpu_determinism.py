@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import os
-import pathlib
 
 import attention_cases
 import pytest
 import torch
-from cpu_runs import python, result, same
+from cpu_runs import result, same
 from fuzz import wrapper_trial
 from fuzz.problems import Also, Problem
 from preflash.testing import Case, MaskKind, build, runner
+from processes import python
 
 WHOLE = {"disable_split_kv": True}
 
@@ -73,18 +72,13 @@ print(json.dumps(digests))
 
 
 def test_bits_do_not_depend_on_the_machine():
-    """New processes on one core and on all compute the same with OMP_NUM_THREADS=1, 2 and 16."""
-    tests = str(pathlib.Path(__file__).parents[1])  # where `fuzz` is
-    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
-
-    def digests(threads, cores):
-        environment = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
-        return json.loads(python(DIGESTS, str(cores), **environment))
-
-    first = digests(1, 1)
-    assert len(first) == 8
-    for threads, cores in ((2, 0), (16, 0)):
-        assert digests(threads, cores) == first, (threads, cores)
+    """New processes compute the same with one thread on one core and with 16 on all."""
+    one, many = (
+        json.loads(python(DIGESTS, cores, OMP_NUM_THREADS=threads))
+        for threads, cores in (("1", 1), ("16", 0))
+    )
+    assert len(one) == 8
+    assert one == many
 
 
 MIXED = ((1, 40, 3, 0, 70, 1), (700, 200, 0, 90, 333, 64))  # partials of any number side by side

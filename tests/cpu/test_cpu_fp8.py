@@ -9,7 +9,6 @@ import attention_cases
 import preflash
 import pytest
 import torch
-from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import Magnitude, build, runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -119,9 +118,3 @@ CORE = [
 @pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
 def test_core(case):
     runner.check(build(case), backend="cpu")
-
-
-@on_every_instruction_set
-def test_every_instruction_set(isa):
-    """All of the above hold with narrower vectors than this machine's."""
-    run_again(isa, __file__)

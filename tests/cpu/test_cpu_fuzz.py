@@ -6,7 +6,7 @@ import enum
 import pytest
 import torch
 from fuzz import shrinking, wrapper_trial
-from fuzz.problems import Also, Brought, Call, Problem, Scratch, draw, parse
+from fuzz.problems import Also, Brought, Call, Problem, draw, parse
 from fuzz.random_cases import Limits
 from preflash.testing import Case, KvForm, MaskKind, Position, Sinks
 
@@ -118,36 +118,23 @@ def test_a_problem_may_have_no_keys_and_no_rows(lengths):
     assert verdict.failures == []
 
 
-BUSY = Problem(
-    Case(
+def test_shrinking_ends_at_what_matters():
+    """A candidate that cannot be, as requests alone without a split policy, is passed over."""
+    busy = Case(
         *("problem", (30, 4, 0, 200), (90, 4, 7, 200), 32, 2, 128),
         **{"page_size": 16, "layout": "HND", "form": KvForm.PADDED, "mask": MaskKind.CAUSAL},
-        **{"window_left": 17, "soft_cap": 30.0, "sinks": Sinks.MIXED},
-    ),
-    Call(out=Brought.STRIDED, lse_base="ln", v_scale=2.0, scratch=Scratch.HALF),
-    Also.REPEAT,
-    seed=5,
-)
+        **{"window_left": 17, "soft_cap": 30.0, "sinks": Sinks.MIXED, "disable_split_kv": True},
+    )
+    problem = Problem(busy, Call(out=Brought.STRIDED, lse_base="ln", v_scale=2.0), Also.ALONE, 5)
+    small = Case("problem", (0,), (41,), 1, 1, 8, dtype=busy.dtype, window_left=17)
 
-
-def test_shrinking_ends_at_what_matters():
     def fails(problem):
         case = problem.case
         return case.window_left >= 0 and max(case.kv_lens) > 40 and problem.call.lse_base == "ln"
 
-    case = Case("problem", (0,), (41,), 1, 1, 8, dtype=BUSY.case.dtype, window_left=17)
-    assert shrinking.shrink(BUSY, fails) == Problem(case, Call(lse_base="ln"), seed=5)
+    assert shrinking.shrink(problem, fails) == Problem(small, Call(lse_base="ln"), seed=5)
     tried = []  # where no candidate fails
-    assert shrinking.shrink(BUSY, tried.append) == BUSY
+    assert shrinking.shrink(problem, tried.append) == problem
     assert 7 < len(tried) < 1000
-
-
-def test_shrinking_keeps_what_belongs_together():
-    """Requests alone need a split policy: a candidate without one is passed over."""
-    case = dataclasses.replace(BUSY.case, disable_split_kv=True)
-    call = dataclasses.replace(BUSY.call, scratch=Scratch.WHOLE)
-    small = shrinking.shrink(
-        Problem(case, call, Also.ALONE), lambda other: other.also is Also.ALONE
-    )
-    assert small.case.disable_split_kv
-    assert small.case.qo_lens == (0,)
+    alone = shrinking.shrink(problem, lambda other: other.also is Also.ALONE)
+    assert (alone.case.disable_split_kv, alone.case.qo_lens) == (True, (0,))

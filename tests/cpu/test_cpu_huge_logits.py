@@ -11,7 +11,6 @@ from itertools import product
 import preflash
 import pytest
 import torch
-from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import oracle, runner
 from preflash.testing.oracle import Pipeline
 
@@ -209,9 +208,3 @@ def test_nan_stays_in_its_row(split):
     for found, wanted in zip(given.attend(split), clean, strict=True):
         assert torch.equal(found[others], wanted[others])
         assert bool(found[2].isnan().all())
-
-
-@on_every_instruction_set
-def test_every_instruction_set(isa):
-    """All of the above hold with narrower vectors than this machine's."""
-    run_again(isa, __file__)

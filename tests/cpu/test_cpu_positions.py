@@ -1,11 +1,8 @@
 """ALiBi and RoPE on the CPU keep the bits of float32 weights at positions of any size."""
 
-import os
-
 import preflash
 import pytest
 import torch
-from cpu_runs import on_every_instruction_set, run_again
 from preflash.testing import runner
 from preflash.testing.oracle import Pipeline, Rope, alibi_slopes, attend
 
@@ -53,10 +50,3 @@ def test_far_positions_keep_their_bits_under_rope(qo_len, rope, split):
     expected = attend(q, k, v, Pipeline(1.0, causal=True, window_left=300, rope=rope))
     torch.testing.assert_close(out.double(), expected.out, rtol=3e-5, atol=3e-5)
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-6, atol=3e-5)
-
-
-@on_every_instruction_set
-def test_every_instruction_set(isa):
-    """The core cases pass with narrower vectors than this machine's."""
-    cases = os.path.join(os.path.dirname(__file__), "test_cpu_cases.py")
-    run_again(isa, cases, "-k", "test_core and (alibi or rope)")

@@ -1,5 +1,4 @@
-"""Plans with a pre-pass compute the same as plans without: the CPU backend copies where a test
-forces it, and binds launches to copies as every backend does."""
+"""Plans with a pre-pass compute the same as plans without: tests force copies on the CPU."""
 
 import dataclasses
 import itertools

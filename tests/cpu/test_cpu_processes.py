@@ -1,7 +1,7 @@
 """A run handles signals, and worker processes of a DataLoader compute."""
 
 import pytest
-from cpu_runs import python
+from processes import python
 
 LONG = """
     import os, signal, threading, time

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import preflash
 import pytest
 import torch
-from cpu_runs import python, result, same
+from cpu_runs import result, same
 from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
+from processes import python
 
 CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 
@@ -107,8 +108,7 @@ def test_bits_do_not_depend_on_other_callers():
 
 
 def test_threads_that_share_a_wrapper():
-    """Each run has partials of its own. The wrapper sees more strides, and more windows, than it
-    keeps; any thread has each first."""
+    """Each run has partials of its own, under more strides and windows than the wrapper keeps."""
     case = Case("shared", (3, 2), (400, 130), 2, 1, 32, mask=MaskKind.CAUSAL, fixed_split_size=64)
     inputs = build(case)
     wrapper = runner.planned(inputs, backend="cpu")
@@ -146,10 +146,7 @@ def test_the_module_needs_no_interpreter_lock():
 
 
 def jobs_in_a_new_process(*jobs: dict) -> list[dict]:
-    """Runs jobs that start 0.1 s apart; returns the result of threads.run and the end of each.
-
-    The process is new, so that it has just the helpers that these jobs ask for.
-    """
+    """Starts jobs 0.1 s apart, with no other helpers; returns the result and end of each."""
     code = f"""
 import json, time
 from concurrent.futures import ThreadPoolExecutor
@@ -225,72 +222,25 @@ def test_a_failure_reaches_its_own_caller():
         threads.run(**job | {"num_threads": 0})
 
 
-# PREFLASH_CPU_ISA
-
-ENTRY_POINTS = {
-    "plan": "plan()",
-    "single": "preflash.single_prefill_with_kv_cache(q, q, q)",
-    "packbits": "preflash.packbits(torch.ones(9, dtype=torch.bool))",
-    "segment_packbits": "preflash.segment_packbits(torch.ones(9, dtype=torch.bool), ends)",
-    "merge_state": "preflash.merge_state(q, s, q, s)",
-    "merge_state_in_place": "preflash.merge_state_in_place(q, s, q, s)",
-    "merge_states": "preflash.merge_states(q[:, None], s[:, None])",
-    "info": "cli.main(['info'])",
-}
-
-
-def test_an_unknown_instruction_set_is_refused():
-    """Every entry point refuses it, each time it is called; `info` only says so."""
-    printed = python(
-        f"""
-import preflash, torch
-from preflash import cli
-q, s, ends = torch.randn(5, 2, 64), torch.randn(5, 2), torch.tensor([0, 4, 9])
-def plan():
-    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
-    indptr = torch.tensor([0, 5], dtype=torch.int32)
-    wrapper.plan(indptr, indptr, 2, 2, 64, q_data_type=torch.float32)
-for name, call in {ENTRY_POINTS!r}.items():
-    for _ in range(2):
-        try:
-            eval(call)
-        except ValueError as error:
-            print("CPU", name, error)
-""",
-        PREFLASH_CPU_ISA="avx1024",
-    )
-    said = [line for line in printed.splitlines() if line.startswith("CPU ")]
-    assert len(said) == 2 * len(ENTRY_POINTS), printed
-    for line in said:
-        for part in ("avx1024", "generic", "avx2", "avx512"):
-            assert part in line
-
-
-def test_known_instruction_sets():
-    code = "from preflash import _core; print(_core.cpu_isa())"
-    assert python(code, PREFLASH_CPU_ISA="generic") == "generic\n"
-    assert python(code, PREFLASH_CPU_ISA="avx512") == python(code, PREFLASH_CPU_ISA="")
-
-
 def test_planning_lets_other_threads_run():
     """Four million items take the planner most of a second."""
     wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(runner.workspace())
     tokens = torch.tensor([0, 8_000_000], dtype=torch.int32)
-    ticks = [time.perf_counter()]
-    done = threading.Event()
+    ticks, done = [], threading.Event()
 
     def tick():
         while not done.is_set():
             ticks.append(time.perf_counter())
             time.sleep(0.001)
 
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    begin = time.perf_counter()
-    wrapper.plan(tokens, torch.tensor([0, 64], dtype=torch.int32), 32, 32, 64)
-    end = time.perf_counter()
-    done.set()
-    ticker.join()
-    ticks.append(end)
-    gaps = [b - a for a, b in itertools.pairwise(ticks) if b > begin]
-    assert max(gaps) < (end - begin) / 2
+    def plan():
+        begin = time.perf_counter()
+        try:
+            wrapper.plan(tokens, torch.tensor([0, 64], dtype=torch.int32), 32, 32, 64)
+        finally:
+            done.set()
+        return begin, time.perf_counter()
+
+    _, (begin, end) = in_threads(tick, plan)
+    times = [begin, *(t for t in ticks if begin < t < end), end]
+    assert max(b - a for a, b in itertools.pairwise(times)) < (end - begin) / 2

@@ -11,6 +11,7 @@ from preflash.testing import Case, MaskKind, Position, build, compare, oracle, r
 from preflash.testing.comparison import unit_roundoff
 from preflash.testing.inputs import pack_little
 from preflash.testing.oracle import Pipeline
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def rotated(x: torch.Tensor, first: int, rope) -> torch.Tensor:
@@ -34,12 +35,10 @@ def kept(case: Case, request) -> torch.Tensor:
     return keep & (key <= last) if case.mask is MaskKind.CAUSAL else keep
 
 
-def sdpa(made, request) -> torch.Tensor:
-    """Computes the output of a request by torch's attention in float64."""
+def sdpa(made, request) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the output of a request by torch's attention in float64, and its LSE."""
     case, pipeline = made.case, made.pipeline
     qo_len, kv_len = request.q.shape[0], request.k.shape[0]
-    if qo_len == 0 or kv_len == 0:
-        return torch.zeros(qo_len, case.num_qo_heads, case.dim_vo, dtype=torch.float64)
     q, k = request.q.double(), request.k.double()
     if pipeline.rope is not None:
         q, k = rotated(q, kv_len - qo_len, pipeline.rope), rotated(k, 0, pipeline.rope)
@@ -55,12 +54,11 @@ def sdpa(made, request) -> torch.Tensor:
     if made.sinks is not None:  # a key of zeros whose logit is the sink and whose value is 0
         sinks = made.sinks.double()[:, None, None].expand(-1, qo_len, 1)
         bias = torch.cat([bias, sinks], -1)
-        k, v = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1), k, v, attn_mask=bias, scale=case.scale
-    ).transpose(0, 1)
-    out[~keep.any(1)] = 0
-    return out
+        k, v = (pad(t, (0, 0, 0, 1)) for t in (k, v))
+    q = q.transpose(0, 1)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=case.scale).transpose(0, 1)
+    lse = (q @ k.transpose(1, 2) * case.scale + bias).logsumexp(-1).transpose(0, 1)
+    return out.masked_fill(~keep.any(1)[:, None, None], 0.0), lse * oracle.LOG2_E
 
 
 SMALL = [
@@ -79,8 +77,9 @@ def test_oracle_is_sdpa_in_float64(case):
     made = build(case)
     expected = reference(made)
     assert bool(expected.out.isfinite().all())
-    wanted = torch.cat([sdpa(made, made.request(i)) for i in range(case.batch_size)])
-    torch.testing.assert_close(expected.out, wanted, rtol=1e-10, atol=1e-10)
+    wanted = zip(*(sdpa(made, made.request(i)) for i in range(case.batch_size)), strict=True)
+    for got, parts in zip((expected.out, expected.lse), wanted, strict=True):
+        torch.testing.assert_close(got, torch.cat(parts), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=("f16", "bf16"))
@@ -102,21 +101,6 @@ def test_rotated_operands_may_be_rounded_once(dtype):
     assert not compare(*attend(0, dtype), expected).ok
     assert not compare(*attend(1, dtype), expected, rotated_dtype=dtype).ok
     assert not compare(*attend(0, torch.float8_e4m3fn), expected, rotated_dtype=dtype).ok
-
-
-def test_oracle_sinks_by_hand():
-    q, k = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]]])
-    v = torch.tensor([[[10.0]]])
-    got = oracle.attend(q, k, v, Pipeline(0.5, causal=True, sinks=torch.tensor([0.25])))
-    # The first row is before the only key.
-    assert got.empty.flatten().tolist() == [True, False]
-    total = math.exp(3.0) + math.exp(0.25)
-    assert got.out.flatten().tolist() == pytest.approx([0.0, 10 * math.exp(3.0) / total])
-    assert got.lse.flatten().tolist() == pytest.approx([0.25 * oracle.LOG2_E, math.log2(total)])
-    without = oracle.attend(q, k, v, Pipeline(0.5, causal=True, sinks=torch.tensor([-math.inf])))
-    plain = oracle.attend(q, k, v, Pipeline(0.5, causal=True))
-    assert torch.equal(without.out, plain.out)
-    assert torch.equal(without.lse, plain.lse)
 
 
 def test_oracle_lse_and_soft_cap_by_hand():

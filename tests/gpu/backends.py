@@ -1,16 +1,12 @@
-"""Runs of the GPU tests: planned and compared with the oracle, captured, on busy streams, in
-processes of their own."""
+"""Runs of the GPU tests: compared with the oracle, captured, on busy streams, in processes."""
 
 import contextlib
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from preflash.testing import Case, Inputs, build, poison, runner
+from processes import python
 
 
 def on_cases(cases: Iterable[Case]) -> pytest.MarkDecorator:
@@ -86,8 +82,7 @@ def no_waits():
 
 
 def sleep(milliseconds: int = 50) -> None:
-    """Occupies the current stream for about that time: a plan takes long where other tests share
-    the machine."""
+    """Occupies the current stream for about that time."""
     torch.cuda._sleep(milliseconds * 2_000_000)
 
 
@@ -100,16 +95,9 @@ def overwrite_freed_memory(*sizes: int) -> None:
 
 def output_of(program: str, *arguments: str, **environment: str) -> str:
     """Returns what a program prints in a process of its own, which must not fail."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    error = done.stderr.strip()
-    if done.returncode and "NotImplementedError" in error:
-        raise NotImplementedError(error.splitlines()[-1])
-    assert done.returncode == 0, done.stdout + error
-    return done.stdout
+    try:
+        return python(program, *arguments, **environment)
+    except AssertionError as error:  # ends with what the program wrote to stderr
+        if "NotImplementedError" in str(error):
+            raise NotImplementedError(str(error).strip().splitlines()[-1]) from error
+        raise

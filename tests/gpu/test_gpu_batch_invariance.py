@@ -1,5 +1,4 @@
-"""With fixed_split_size or disable_split_kv a request has the bits that it has alone: its tiles may
-have another shape beside other requests, and its operands another way into the products."""
+"""With fixed_split_size or disable_split_kv a request has the bits that it has alone."""
 
 import itertools
 import random

@@ -27,8 +27,7 @@ def _without_graphs_of_other_tests():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("page_size", [0, 16], ids=["ragged", "paged"])
 def test_every_plan_counts(backend, mode, page_size):
-    """Around the attention are kernels that go into CUDA graphs; it sees every plan() all the same,
-    and its tensors are not those of an earlier replay."""
+    """The kernels around attention go into CUDA graphs; attention sees every plan()."""
 
     def layer(wrapper, q, *kv):
         out, lse = wrapper.run((q * 2) * 0.5, *kv, return_lse=True)
@@ -99,8 +98,7 @@ def test_single_requests(backend):
 
 
 def test_a_capture_by_hand(backend):
-    """A call of a compiled function, like run(), waits for nothing and can be captured; the graph
-    has the plan of that time."""
+    """A compiled call waits for nothing and can be captured, with the plan of that time."""
     case = Case("captured", (33, 5), (400, 90), page_size=16, **HEADS)
     wrapper, inputs = planned(case, backend)
 

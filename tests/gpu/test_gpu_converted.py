@@ -44,8 +44,7 @@ def with_copies(case: Case, backend: str, size: int = 64 << 20):
 
 
 def pages_of_8_bits() -> Iterator[Case]:
-    """Yields pages of every size: fa3 loads by TMA if they are multiples of 8 rows. Garbage follows
-    every request."""
+    """Yields every page size: fa3 loads multiples of 8 rows by TMA; garbage follows requests."""
     options = ("causal", "window", "custom", "alibi_custom", "fixed_split")
     lengths = (190, 0, 77, 3, 1), (470, 9, 77, 0, 1031)
     for option, head_dim, page_size in itertools.product(

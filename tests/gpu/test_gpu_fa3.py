@@ -237,8 +237,7 @@ def test_unusual_strides_and_sizes(backend, change, case):
 
 @pytest.fixture
 def far(request):
-    """Returns a distance in bytes, and uninitialised memory of 2 GiB more, which it frees whoever
-    still refers to it."""
+    """Returns a distance in bytes, and uninitialised memory of 2 GiB more, which it frees."""
     size = request.param + (2 << 30)
     gc.collect()
     torch.cuda.empty_cache()
@@ -260,8 +259,7 @@ def far(request):
     indirect=["far"],
 )
 def test_far_pages(backend, page_size, stride, far):
-    """Every other page lies 64 GiB, or 2^32 elements, further, and NaN where a shorter offset would
-    lead."""
+    """Every other page is 64 GiB, or 2^32 elements, further; a shorter offset leads to NaN."""
     case = Case("far", (9, 200), (130, 333), 4, 2, 128, page_size=page_size, **CAUSAL)
     inputs = build(case, device="cuda")
     expected = reference(inputs)

@@ -118,8 +118,7 @@ MANY_PLANS = {
     ("like", "first", "decodes", "count", "step"), MANY_PLANS.values(), ids=MANY_PLANS
 )
 def test_many_plans_of_one_graph(backend, like, first, decodes, count, step):
-    """Against an ordinary wrapper, bit for bit where the bits do not depend on the batch's split,
-    and some against the oracle."""
+    """Replays equal an ordinary wrapper, in all bits where those do not depend on the split."""
     pool = Pool(like, backend)
     graph = pool.captured(first)
     ordinary = runner.make_wrapper(like, backend=backend, device="cuda")
@@ -202,8 +201,7 @@ def test_a_plan_waits_for_runs_on_other_streams(backend, captured, runs_on_defau
 
 
 def test_options_that_only_a_capture_asks_for(backend):
-    """forward() under capture with a window that no forward() had. What the graph frees before must
-    not be where the work list is."""
+    """forward() under capture has a window that no forward() had: its work list stays allocated."""
     pool = Pool(PAGED, backend)
     (cache,) = pool.cache()
 
@@ -265,8 +263,7 @@ def test_a_plan_under_capture_is_refused(backend):
 
 
 def test_a_fast_decode_plan_of_slots_does_not_wait(backend):
-    """Plans as SGLang does: one-token pages on the GPU, and each request's page offsets on the
-    host."""
+    """Plans as SGLang does: one-token pages on the GPU, each request's offsets on the host."""
     slots = torch.randperm(PAGES, dtype=torch.int32, device="cuda")
     begins = indptr((100, 0, 3, 200, 1))
     ones = torch.ones(5, dtype=torch.int32, device="cuda")

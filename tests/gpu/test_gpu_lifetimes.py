@@ -20,8 +20,7 @@ DECODE = dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1))
 @pytest.mark.parametrize("plans_again", [False, True])
 @on_cases([CASE, SPLIT])
 def test_memory_in_use_on_another_stream_is_not_handed_out(backend, case, plans_again):
-    """Planned on one stream, planned again and run on another, and planned for another batch or
-    dropped while it runs."""
+    """Plans on one stream, runs on another, and plans again or drops the wrapper meanwhile."""
     inputs, other = build(case, device="cuda"), build(DECODE, device="cuda")
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     buffer_bytes = 8 << 20
@@ -51,8 +50,7 @@ def test_memory_in_use_on_another_stream_is_not_handed_out(backend, case, plans_
 
 
 def capture_single(*tensors, **options) -> tuple:
-    """Captures a single request, whose plan other requests evict. Returns the graph and its
-    output."""
+    """Captures a single request, whose plan others evict; returns the graph and its output."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

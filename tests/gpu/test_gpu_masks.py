@@ -1,5 +1,4 @@
-"""Custom masks with a structure: tiles that keep all, nothing or something, rows without a key, and
-rows whose keys come late."""
+"""Custom masks whose tiles keep all, nothing or something, and whose rows have late keys."""
 
 import dataclasses
 import itertools
@@ -126,8 +125,7 @@ def test_more_tiles_than_slots(backend, dims, shape, page_size, load):
 
 
 def test_plan_on_one_stream_and_run_on_another(backend):
-    """plan()'s analysis of the mask is complete when a run on another stream begins, and serves
-    variants of the plan that only a run asks for."""
+    """plan()'s analysis of the mask is complete for a run, and for its variants, on any stream."""
     case = Case("streams", *LENS, 6, 2, 128, page_size=16)
     wrapper = runner.make_wrapper(case, backend=backend, device="cuda")
     for shape in ("blocks", "stripes", "causal", "nothing", "everything"):

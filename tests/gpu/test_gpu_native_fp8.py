@@ -31,8 +31,7 @@ def planned(case):
 
 
 def check_run(wrapper, inputs, expected=None, **options) -> tuple:
-    """Compares a run with the oracle; returns (out, lse). A run without an LSE, which has a kernel
-    of its own, gives the same bits."""
+    """Compares a run with the oracle and with one without an LSE; returns (out, lse)."""
     out, lse = backends.check_run(wrapper, inputs, expected, **options)
     alone = runner.run(wrapper, inputs, lse=None, return_lse=False, **options)
     assert same_bits([alone], [out])

@@ -1,5 +1,4 @@
-"""Runs of wrappers that skip tiles, at lengths that fill a GPU. The options are in
-tests/api/_wrappers/test_skipping.py, which runs on GPUs too."""
+"""Skipped tiles at lengths that fill a GPU; tests/api/_wrappers has the options."""
 
 import functools
 import math

@@ -11,8 +11,7 @@ LIMIT = 99 * 1024
 
 
 def run_every_wide_case() -> None:
-    """Compares the cases whose kernels take most shared memory with the oracle, and prints the
-    kernels that ran."""
+    """Compares the cases that take most shared memory with the oracle; prints the kernels."""
     ran = set()
     for case in [*attention_cases.core(), *attention_cases.tiny(), *converted_cases.CASES]:
         if max(case.head_dim, case.dim_vo) > 192:

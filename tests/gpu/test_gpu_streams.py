@@ -32,8 +32,7 @@ def test_runs_and_wrappers_repeat_their_bits(backend, case):
 
 
 def alone_and_followed(backend, inputs):
-    """Plans the first request alone, and followed by the second. Returns a function that runs both
-    and compares the bits of the first."""
+    """Plans the first request alone and before the second; returns a comparison of its bits."""
     both = [(runner.planned(one, backend=backend), one) for one in (lone(inputs, 0), inputs)]
 
     def check(**options):
@@ -61,8 +60,7 @@ def test_a_soft_cap_does_not_see_the_next_request(backend, fraction):
 
 
 def test_a_bias_does_not_see_the_next_request(backend):
-    """ALiBi leaves far keys a weight that only shows where V of the others is 0, however large the
-    next request's products with those keys are."""
+    """ALiBi leaves far keys a weight, which shows where V of the others is 0."""
     alibi = {"position": Position.ALIBI, "sm_scale": 1.0, "disable_split_kv": True}
     inputs = build(Case("bias", (100, 100), (600, 600), 8, 8, 128, **alibi), device="cuda")
     for tensor in (inputs.q, inputs.k, inputs.v):
@@ -127,8 +125,7 @@ def test_long_page_lists_back_to_back(backend):
 @pytest.mark.parametrize("plans", [True, False], ids=["plan and run", "run"])
 @on_cases([CASE, SPLIT, RAGGED])
 def test_the_host_does_not_wait(backend, case, plans):
-    """Lengths on the host, indices on the GPU: neither plan nor run waits for the device; nor does
-    the run of a plan that read lengths on the GPU."""
+    """Neither plan() nor run() waits for the device, nor does the run of lengths on the GPU."""
     inputs = build(case, device="cuda", index_device="cpu" if plans else "cuda")
     expected = reference(inputs)
     if plans:

@@ -4,13 +4,13 @@ compiled."""
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import fa2_memory
 import pytest
 import spec
+from processes import output_of, python
 
 ROOT = Path(__file__).resolve().parents[2]
 KB = 1024
@@ -32,14 +32,14 @@ import support_table
 from preflash import _core
 
 WORKSPACE = 128 << 20
-
 _core.set_library_dir(sys.argv[1])
-rows = itertools.product(support_table._FEATURES, support_table._DTYPES, support_table._HEAD_DIMS)
-for feature, dtypes, dims in rows:
+features, dims = support_table.FEATURES.items(), support_table.HEAD_DIMS
+rows = itertools.product(features, support_table.DTYPES, dims)
+for (feature, changes), dtypes, dims in rows:
     if dtypes.q == _core.DType.float32:
         continue
-    options = support_table._usual(dtypes, *dims).replace(
-        num_qo_heads=32, num_kv_heads=8, **feature.options
+    options = support_table.plain_options(dtypes, *dims).replace(
+        num_qo_heads=32, num_kv_heads=8, **changes
     )
     for count, qo, kv in ((64, 1, 131072), (4, 700, 900), (1, 8192, 1 << 20)):
         lengths = [np.arange(count + 1, dtype=np.int32) * n for n in (qo, kv)]
@@ -52,7 +52,7 @@ for feature, dtypes, dims in rows:
         for graph_rows in (0, count * qo):
             segment = (options, batch, graph_rows, mask_bytes)
             plan = _core.plan(_core.Family.sm80, 0, [segment], WORKSPACE)
-            assert plan.num_items > 0, (feature.name, dtypes, dims, qo)
+            assert plan.num_items > 0, (feature, dtypes, dims, qo)
             assert plan.has_prepass or plan.float_bytes <= WORKSPACE
             print(plan.id)
 """
@@ -72,7 +72,7 @@ def tables(tmp_path_factory, kernels):
     out = tmp_path_factory.mktemp("tables")
     options = ["--preset", "full", "--families", "sm80", "--archs", ARCHITECTURES]
     generate = ROOT / "cmake" / "codegen" / "generate.py"
-    subprocess.run([sys.executable, generate, "--write", out, *options], check=True)
+    output_of(sys.executable, generate, "--write", out, *options)
     sizes = (f'{{"{name}", {fa2_memory.smem_bytes(v)}}},\n' for name, v in kernels.items())
     (out / "fake_smem.inl").write_text("".join(sizes))
     fakes = ROOT / "tests" / "cpp"
@@ -83,25 +83,16 @@ def tables(tmp_path_factory, kernels):
     library.parent.mkdir()
     folders = (fakes / "fake_gpu", out, ROOT / "cpp", ROOT / "cpp" / "include")
     flags = ["-std=c++20", "-O0", "-shared", "-fPIC", *[f"-I{folder}" for folder in folders]]
-    subprocess.run([compiler, *flags, everything, "-o", library], check=True)
+    output_of(compiler, *flags, everything, "-o", library)
     shutil.copy(library, library.with_name("libpreflash_kernels_common.so"))
     return library.parent
-
-
-def printed(code: str, facts: str, tables: Path) -> list[str]:
-    """Runs code where the libraries report these facts of a GPU; returns the lines it prints."""
-    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    env = {**os.environ, "PREFLASH_GPU_FACTS": facts, "PYTHONPATH": path}
-    command = [sys.executable, "-c", code, str(tables)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_row_plans(gpu, tables, kernels):
     facts = dict(zip(FACTS, GPUS[gpu], strict=True))
-    ids = printed(PLANS, ",".join(f"{name}={value}" for name, value in facts.items()), tables)
+    given = ",".join(f"{name}={value}" for name, value in facts.items())
+    ids = python(PLANS, tables, PREFLASH_GPU_FACTS=given).split()
     used = {name.removeprefix("prepass+") for name in ids}
     for name in used:
         assert fa2_memory.smem_bytes(kernels[name]) <= facts["smem_per_block"], name
@@ -127,5 +118,5 @@ for facts in {NO_FACTS}:
 
 
 def test_facts_that_are_none(tables):
-    for facts, line in zip(NO_FACTS, printed(QUERIES, "", tables), strict=True):
+    for facts, line in zip(NO_FACTS, python(QUERIES, tables).splitlines(), strict=True):
         assert line.startswith(f"PREFLASH_GPU_FACTS={facts}: '{facts}' must be")

@@ -172,25 +172,25 @@ def test_a_small_last_section_joins_the_one_before():
     assert max(free) <= -(-costs.sum() // 264) + 8
 
 
-def check_balance(case, l2_bytes, most):
-    plain, grouped = (plan(**case, l2_bytes=bytes_) for bytes_ in (0, l2_bytes))
-    assert sorted(plain.items.tolist()) == sorted(grouped.items.tolist())
-    assert grouped.sizes["makespan_kv_tiles"] <= most * plain.sizes["makespan_kv_tiles"]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_sections_do_not_cost_balance(seed):
-    check_balance(random_case(seed, schedule="persistent", **GQA), 4 << 20, 1.1)
+def long_and_short(heads, lengths):
+    """Returns short requests that fill the machine, but not while the long ones run."""
+    options = {"num_qo_heads": heads, "num_kv_heads": heads, **ONE_CTA}
+    return ragged(lengths, lengths, causal=True, **options)
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths"),
-    [(2, [4096] * 5 + [256] * 40), (8, [8192] + [256] * 12), (16, [8192] + [512] * 16)],
+    ("case", "l2_bytes", "most"),
+    [
+        *((random_case(i, schedule="persistent", **GQA), 4 << 20, 1.1) for i in range(6)),
+        (long_and_short(2, [4096] * 5 + [256] * 40), 50 << 20, 1.05),
+        (long_and_short(8, [8192] + [256] * 12), 50 << 20, 1.05),
+        (long_and_short(16, [8192] + [512] * 16), 50 << 20, 1.05),
+    ],
 )
-def test_short_requests_behind_long_ones(heads, lengths):
-    """Short requests fill the machine, but not while the long ones run."""
-    options = {"num_qo_heads": heads, "num_kv_heads": heads, **ONE_CTA}
-    check_balance(ragged(lengths, lengths, causal=True, **options), 50 << 20, 1.05)
+def test_sections_do_not_cost_balance(case, l2_bytes, most):
+    plain, grouped = (plan(**case, l2_bytes=bytes_) for bytes_ in (0, l2_bytes))
+    assert sorted(plain.items.tolist()) == sorted(grouped.items.tolist())
+    assert grouped.sizes["makespan_kv_tiles"] <= most * plain.sizes["makespan_kv_tiles"]
 
 
 ONE_REQUEST = ragged([16384], [16384], causal=True, **GQA, tile_m=128)

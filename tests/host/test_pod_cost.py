@@ -1,5 +1,4 @@
-"""Prefill and decode are one launch or two as measured: see
-docs/dev/experiments/prefill-beside-decode.md."""
+"""Prefill and decode are one launch or two: docs/dev/experiments/prefill-beside-decode.md."""
 
 from itertools import product
 
@@ -14,8 +13,8 @@ CPU, SM80, SM90 = _core.Family.cpu, _core.Family.sm80, _core.Family.sm90
 
 def options(causal, **changes):
     heads = {"num_qo_heads": 32, "num_kv_heads": 8, "causal": causal}
-    dtypes = support_table._Dtypes(_core.DType.bfloat16, _core.DType.bfloat16)
-    return support_table._usual(dtypes, 128, 128).replace(**{**heads, **changes})
+    dtypes = support_table.Dtypes(_core.DType.bfloat16, _core.DType.bfloat16)
+    return support_table.plain_options(dtypes, 128, 128).replace(**{**heads, **changes})
 
 
 def batch(qo_lens, kv_lens):

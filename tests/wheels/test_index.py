@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import http.server
-import subprocess
 import sys
 import threading
 import zipfile
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "wheels"))
-
 import index
+import pytest
+from processes import finished
 
 
 def wheel(directory: Path, version: str) -> Path:
@@ -48,9 +45,9 @@ def served(tmp_path):
 
 def pip_install(served, tmp_path, local):
     """Installs from the folder of a CUDA version into a directory of its name."""
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir"]
-    source = ["--target", str(tmp_path / local), "--index-url", f"{served}/{local}"]
-    return subprocess.run([*pip, *source, "preflash"], capture_output=True, text=True)
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-cache-dir")
+    source = ("--target", tmp_path / local, "--index-url", f"{served}/{local}")
+    return finished(*pip, *source, "preflash")
 
 
 def test_pip_installs_the_cuda_version_of_the_folder(served, tmp_path):

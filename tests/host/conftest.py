@@ -1,6 +1,0 @@
-"""Tests of plans read the matrix of variants with the code generator's reader."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cmake" / "codegen"))
