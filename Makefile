@@ -69,7 +69,7 @@ test: build $(VENV)/integrations $(VENV)/engines $(if $(filter cuda,$(SIDE)),$(V
 # N: 12 take two minutes on an H100.
 N ?= 12
 test-gpu: build
-	$(BIN)/python tests/gpu_suite.py --workers $(N) $(if $(SEED),--seed $(SEED)) \
+	$(BIN)/python tools/gpu_suite.py --workers $(N) $(if $(SEED),--seed $(SEED)) \
 		$(if $(COMMIT),--commit "$(COMMIT)") \
 		--variants $(or $(KERNELS),$(BUILD)/lib)/variants.json $(PYTEST_ARGS)
 

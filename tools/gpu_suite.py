@@ -1,5 +1,5 @@
 """The tests that concern a GPU, all on one, in processes of one thread each and in random order,
-with a report: `make test-gpu`, or `python tests/gpu_suite.py --workers 12 --seed 11 [tests]`.
+with a report: `make test-gpu`, or `python tools/gpu_suite.py --workers 12 --seed 11 [tests]`.
 
 pytest-xdist runs the processes; a test in which one of them dies is a failure with a name.
 """
