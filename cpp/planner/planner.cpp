@@ -64,7 +64,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
   }
   const std::int64_t cta_slots = slots_of(facts, kernels);
   for (int s = 0; s < problem.segments.size(); ++s) {
-    read_segment(problem.segments[s], *kernels[s]);
+    read_segment(problem.segments[s], *kernels[s], options.first_tile == 0);
   }
   split(problem, {.all = cta_slots, .full = full_slots_of(facts, kernels)}, kernels,
         options.first_tile);
@@ -72,7 +72,8 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
   count();
 }
 
-void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& kernel) {
+void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& kernel,
+                           bool holds_mask_tiles) {
   const std::int32_t index = segments_.size();
   Segment& segment = segments_.add(
       {.first_request = static_cast<std::int32_t>(requests_.size()),
@@ -91,7 +92,8 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;
   }
-  if (problem.mask == Mask::kCustom && kernel.mask_tile_use == MaskTileUse::kUsed) {
+  if (holds_mask_tiles && problem.mask == Mask::kCustom &&
+      kernel.mask_tile_use == MaskTileUse::kUsed) {
     count_mask_tiles(problem, segment);
   }
 }

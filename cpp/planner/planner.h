@@ -97,7 +97,9 @@ class Planner {
     std::int64_t mask_tiles_capacity = 0;
   };
 
-  void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
+  // holds_mask_tiles: the launch is the first of its plan, whose mask tiles the others read, too.
+  void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel,
+                    bool holds_mask_tiles);
   void count_mask_tiles(const SegmentProblem& problem, Segment& segment) const;
   void split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels,
              std::int64_t first_tile);
