@@ -40,6 +40,25 @@ def plan_arguments(inputs: Inputs) -> dict:
     return {**dict(zip(names, positional, strict=False)), **options}
 
 
+def table(inputs: Inputs) -> tuple:
+    """Returns the page table as plan() of decode wrappers takes it."""
+    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+
+
+def plan_decode(wrapper, inputs: Inputs, **options) -> None:
+    """Plans a decode batch, or the decode side of a POD wrapper."""
+    case = inputs.case
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    wrapper.plan(*table(inputs), *heads, **{"q_data_type": case.dtype, **options})
+
+
+def check_refused(says: str, *calls, error=ValueError) -> None:
+    """Requires an error of each call whose message matches."""
+    for call in calls:
+        with pytest.raises(error, match=says):
+            call()
+
+
 def mistakes(*rows) -> list:
     """Returns parameters (argument, value, error, says) of rows (argument, error, *values).
 
