@@ -8,10 +8,9 @@ import sys
 import preflash
 import pytest
 import torch
-from bounds import bounds_of
 from fuzz.altered_inputs import lone, part
 from fuzz.pod_trial import plan_decode
-from planned_cases import tensors
+from planned_cases import bounds_of, tensors
 from preflash.testing import Case, MaskKind, build, runner
 from wrapper_options import graph_options
 

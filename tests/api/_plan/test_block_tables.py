@@ -5,9 +5,8 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from bounds import bounds_of
 from graph_stage import capture
-from planned_cases import check_run
+from planned_cases import bounds_of, check_run
 from preflash.testing import Case, MaskKind, Position, build, runner
 from wrapper_options import hints
 

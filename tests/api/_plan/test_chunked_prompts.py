@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from bounds import bounds_of
 from fuzz.altered_inputs import part, with_bounds
-from planned_cases import tensors
+from planned_cases import bounds_of, tensors
 from preflash.testing import Case, MaskKind, build, runner
 from preflash.testing.inputs import pages_of
 

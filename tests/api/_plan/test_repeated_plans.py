@@ -7,8 +7,7 @@ import weakref
 
 import pytest
 import torch
-from bounds import bounds_of
-from planned_cases import check_run, planned, tensors, unplanned
+from planned_cases import bounds_of, check_run, planned, tensors, unplanned
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
 from wrapper_options import hints

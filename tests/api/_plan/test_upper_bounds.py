@@ -5,9 +5,8 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from bounds import bounds_of
 from graph_stage import Limits, Stage, capture
-from planned_cases import check_run
+from planned_cases import bounds_of, check_run
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
