@@ -2,31 +2,19 @@
 are refused by name."""
 
 import contextlib
+import functools
 import itertools
 import math
 
 import preflash
 import pytest
 import torch
-from planned_cases import PAGED_ARRAYS, check_run, plan_arguments, planned
+from changed_tensors import fake, freed, freed_view, meta, negative, resized
+from planned_cases import PAGED_ARRAYS, check_refused, check_run, plan_arguments, planned
 from preflash.testing import Case, MaskKind, build, runner
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import UninitializedParameter
 from torch.testing._internal.two_tensor import TwoTensor
-
-
-def resized(t, size):
-    t = t.clone()
-    t.untyped_storage().resize_(size)
-    return t
-
-
-def freed_view(t):
-    """Makes a view of freed storage, whose address is an offset from null, not null."""
-    wide = torch.cat([t, t])
-    view = wide[t.shape[0] :]
-    wide.untyped_storage().resize_(0)
-    return view
 
 
 def too_small_strided(t):
@@ -42,16 +30,16 @@ def nested(t, **options):
 
 # (spoil, a pattern of the message, error)
 BAD = {
-    "meta": (lambda t: t.to("meta"), "on (the device )?meta", ValueError),
-    "fake": (lambda t: FakeTensorMode().from_tensor(t), "FakeTensor", ValueError),
-    "freed": (lambda t: resized(t, 0), "0 bytes and it needs", ValueError),
+    "meta": (meta, "on (the device )?meta", ValueError),
+    "fake": (fake, "FakeTensor", ValueError),
+    "freed": (freed, "0 bytes and it needs", ValueError),
     "freed_view": (freed_view, "0 bytes and it needs", ValueError),
     "too_small": (lambda t: resized(t, t.nbytes - 1), "was it freed", ValueError),
     "too_small_strided": (too_small_strided, "was it freed", ValueError),
     "zero_tensor": (lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
         "ZeroTensor", ValueError),
     "wrapper_subclass": (lambda t: TwoTensor(t, t), "TwoTensor", ValueError),
-    "negative": (torch._neg_view, "negative view", ValueError),
+    "negative": (negative, "negative view", ValueError),
     "sparse": (torch.Tensor.to_sparse, "sparse_coo", TypeError),
     "nested": (nested, "nested", TypeError),
     "jagged": (lambda t: nested(t, layout=torch.jagged), "nested", TypeError),
@@ -81,8 +69,8 @@ def test_plan(target, case, names, kind):
         **plan_arguments(inputs),
     }
     for name in names:
-        with pytest.raises(error, match=f"{name} .*{why}"):
-            wrapper.plan(**{**plan_arguments(inputs), name: spoil(given[name])})
+        wrong = {**plan_arguments(inputs), name: spoil(given[name])}
+        check_refused(f"{name} .*{why}", functools.partial(wrapper.plan, **wrong), error=error)
 
 
 TOKENS = itertools.count(11)  # no two calls of the single function have the same shapes
@@ -90,21 +78,27 @@ TOKENS = itertools.count(11)  # no two calls of the single function have the sam
 
 def run_of_a_wrapper(target):
     inputs, wrapper = planned(RUN, target)
-    lse = torch.empty(38, 4, device=target.device)
-    outputs = {"out": torch.empty_like(inputs.q), "lse": lse, "return_lse": True}
-    return wrapper.run, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **outputs}
+    lse, sinks = (torch.zeros(*shape, device=target.device) for shape in ((38, 4), (4,)))
+    others = {"out": torch.empty_like(inputs.q), "lse": lse, "return_lse": True, "sinks": sinks}
+    return wrapper.run, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **others}
 
 
 def single(target):
     tokens = next(TOKENS)
     heads = {"q": 4, "k": 2, "v": 2}
     tensors = {name: target.to(torch.ones(tokens, n, 64).half()) for name, n in heads.items()}
-    return preflash.single_prefill_with_kv_cache, {**tensors, "backend": target.backend}
+    others = {"sinks": target.to(torch.zeros(4)), "backend": target.backend}
+    return preflash.single_prefill_with_kv_cache, tensors | others
 
 
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize(
-    ("make", "names"), [(run_of_a_wrapper, ("q", "k", "v", "out", "lse")), (single, "qkv")]
+    ("make", "names"),
+    [
+        (run_of_a_wrapper, ("q", "k", "v", "out", "lse", "sinks")),
+        (single, ("q", "k", "v", "sinks")),
+    ],
+    ids=["run", "single"],
 )
 def test_attention(target, make, names, kind):
     """A call of shapes that were seen before looks at addresses alone; only the first one asks how
@@ -114,8 +108,9 @@ def test_attention(target, make, names, kind):
         call, arguments = make(target)
         for seen in (False, True):
             if not (seen and kind.startswith("too_small")):
-                with pytest.raises(error, match=f"^{name} .*({why}|has no memory behind it)"):
-                    call(**{**arguments, name: spoil(arguments[name])})
+                wrong = {**arguments, name: spoil(arguments[name])}
+                says = f"^{name} .*({why}|has no memory behind it)"
+                check_refused(says, functools.partial(call, **wrong), error=error)
             call(**arguments)
 
 
@@ -188,38 +183,39 @@ def test_calls_without_a_plan(target, key, kind):
     call(**given)
     written = ("v", "s") if (key, kind) == ("in_place", "stride") else CALLS[key][2]
     for name in written:
-        with pytest.raises(error, match=rf"\b{name} .*{why}"):
-            call(**{**given, name: spoil(given[name])})
+        wrong = {**given, name: spoil(given[name])}
+        check_refused(rf"\b{name} .*{why}", functools.partial(call, **wrong), error=error)
 
 
 def merge_of(v):
     return lambda: preflash.merge_state(v, S, V, S)
 
 
-def with_nested_mask():
+def with_mask(mask):
     q, k = (torch.zeros(n, 1, 64) for n in (2, 5))
-    preflash.single_prefill_with_kv_cache(q, k, k, custom_mask=nested(torch.ones(2, 5) > 0))
+    return lambda: preflash.single_prefill_with_kv_cache(q, k, k, custom_mask=mask)
 
 
-def quantized():
-    return torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8)
+def packed(x, call=preflash.packbits):
+    return lambda: call(x)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda: torch.func.functionalize(preflash.packbits)(torch.ones(8).bool()), ValueError,
-         r"x has no memory.*torch\.func"),
-        (lambda: preflash.packbits(quantized()), TypeError, r"x is torch\.quint8"),
-        (with_nested_mask, TypeError, "custom_mask is a nested tensor"),
-        (merge_of(torch.ones(3, 2, 8).to_mkldnn()), TypeError, "v_a .*_mkldnn"),
-        (merge_of(UninitializedParameter(requires_grad=False)), ValueError, "v_a has no"),
-    ],
-    ids=["functionalized", "quantized", "nested mask", "mkldnn", "uninitialized"],
-)  # fmt: skip
+OTHERS = {
+    "functionalized": (packed(BITS > 0, torch.func.functionalize(preflash.packbits)),
+        ValueError, r"x has no memory.*torch\.func"),
+    "quantized": (packed(torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8)),
+        TypeError, r"x is torch\.quint8"),
+    "nested mask": (with_mask(nested(torch.ones(2, 5) > 0)), TypeError,
+        "custom_mask is a nested tensor"),
+    "mkldnn": (merge_of(torch.ones(3, 2, 8).to_mkldnn()), TypeError, "v_a .*_mkldnn"),
+    "uninitialized": (merge_of(UninitializedParameter(requires_grad=False)), ValueError,
+        "v_a has no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "says"), OTHERS.values(), ids=OTHERS)
 def test_other_refusals(call, error, says):
-    with pytest.raises(error, match=says):
-        call()
+    check_refused(says, call, error=error)
 
 
 def test_views_have_memory(target):
@@ -273,73 +269,75 @@ def test_fake_mode_around_plain_tensors(target):
             assert isinstance(call(), FakeTensor)
             assert call().shape == real.shape
     with FakeTensorMode(allow_non_fake_inputs=True):
-        with pytest.raises(ValueError, match="memory"):
-            runner.plan(wrapper, inputs)
+        check_refused("memory", lambda: runner.plan(wrapper, inputs))
         with pytest.raises(DynamicOutputShapeException):  # its size is in the values
             preflash.segment_packbits(bits, torch.tensor([0, 16]))
     check_run(inputs, wrapper)
 
 
-def pair(target, seed=0, tokens=7, heads=3, dim=40):
-    generator = torch.Generator().manual_seed(seed)
-    v = torch.randn(tokens, heads, dim, generator=generator)
-    s = torch.randn(tokens, heads, generator=generator)
-    return target.to(v), target.to(s)
+# --- merge_state_in_place() on memory that its arguments share ----------------
+
+
+def states(target, tokens=7, heads=3, dim=40) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"v": (tokens, heads, dim), "s": (tokens, heads)}
+    return {
+        name + other: target.to(torch.randn(shape, generator=generator))
+        for other in ("", "_other")
+        for name, shape in shapes.items()
+    }
 
 
 @pytest.mark.parametrize("same", ["vs", "v", "s", "transposed"])
 def test_merge_in_place_with_itself(target, same):
     """A view that is not contiguous is copied before anything is written."""
-    v, s = pair(target, tokens=37, heads=37, dim=264)
-    v_other, s_other = pair(target, 1, tokens=37, heads=37, dim=264)
-    s[3] = -math.inf
-    if same == "transposed":
-        v_other, s_other = v.transpose(0, 1), s.transpose(0, 1)
-    others = (v if "v" in same else v_other, s if same in ("vs", "s") else s_other)
-    expected = preflash.merge_state(v, s, *others)
-    preflash.merge_state_in_place(v, s, *others)
-    assert torch.equal(v, expected[0])
-    assert torch.equal(s, expected[1])
+    given = states(target, tokens=37, heads=37, dim=264)
+    given["s"][3] = -math.inf
+    for name in "vs":
+        if same == "transposed":
+            given[f"{name}_other"] = given[name].transpose(0, 1)
+        elif name in same:
+            given[f"{name}_other"] = given[name]
+    expected = preflash.merge_state(*given.values())
+    preflash.merge_state_in_place(**given)
+    assert all(map(torch.equal, (given["v"], given["s"]), expected))
 
 
-def overlapping(t):
-    """Makes two views of t's shape, one row apart."""
+def one_row_apart(t):
     wide = torch.cat([t, t])
     return wide[: t.shape[0]], wide[1 : t.shape[0] + 1]
 
 
 def test_merge_in_place_overlaps(target):
-    (v, s), (v_other, s_other) = pair(target), pair(target, 1)
+    given = states(target)
+    v, s = given["v"], given["s"]
     wide = torch.zeros(v.numel() + s.numel() - 1, device=v.device)
     flat_v, bytes_s, bytes_v = v.view(-1), s.view(torch.uint8).view(-1), v.view(torch.uint8)
     cases = {
-        ("v", "v_other"): dict(zip(("v", "v_other"), overlapping(v), strict=True)),
-        ("s", "s_other"): dict(zip(("s", "s_other"), overlapping(s), strict=True)),
-        ("v", "s"): {"s": flat_v[: s.numel()].view(s.shape)},
-        ("v", "s_other"): {"s_other": flat_v[-s.numel() :].view(s.shape)},
-        ("s", "mask"): {"mask": bytes_s[-7:]},
-        ("v", "mask"): {"mask": bytes_v.view(-1)[:7]},
-        ("s", "v_other"): {
-            "s": wide[: s.numel()].view(s.shape),
-            "v_other": wide[s.numel() - 1 :].view(v.shape),
-        },
+        ("v", "v_other"): one_row_apart(v),
+        ("s", "s_other"): one_row_apart(s),
+        ("v", "s"): (v, flat_v[: s.numel()].view(s.shape)),
+        ("v", "s_other"): (v, flat_v[-s.numel() :].view(s.shape)),
+        ("s", "mask"): (s, bytes_s[-7:]),
+        ("v", "mask"): (v, bytes_v.view(-1)[:7]),
+        ("s", "v_other"): (wide[: s.numel()].view(s.shape), wide[s.numel() - 1 :].view(v.shape)),
     }
-    for (name, other), changes in cases.items():
-        arguments = {"v": v, "s": s, "v_other": v_other, "s_other": s_other, **changes}
+    for names, changed in cases.items():
+        arguments = {**given, **dict(zip(names, changed, strict=True))}
         before = {key: value.clone() for key, value in arguments.items()}
-        with pytest.raises(ValueError, match=f"^{name} shares memory with {other}"):
-            preflash.merge_state_in_place(**arguments)
+        call = functools.partial(preflash.merge_state_in_place, **arguments)
+        check_refused("^{} shares memory with {}".format(*names), call)
         assert all(torch.equal(arguments[key], value) for key, value in before.items())
 
 
 def test_merge_in_place_of_neighbours(target):
-    (v, s), (v_other, s_other) = pair(target), pair(target, 1)
-    both_v, both_s = torch.cat([v, v_other]), torch.cat([s, s_other])
-    expected_v, expected_s = preflash.merge_state(v, s, v_other, s_other)
-    preflash.merge_state_in_place(both_v[:7], both_s[:7], both_v[7:], both_s[7:])
-    assert torch.equal(both_v, torch.cat([expected_v, v_other]))
-    assert torch.equal(both_s, torch.cat([expected_s, s_other]))
-    empty = both_v[3:3], both_s[3:3]
+    given = states(target)
+    v, s = (torch.cat([given[name], given[f"{name}_other"]]) for name in "vs")
+    expected = preflash.merge_state(*given.values())
+    preflash.merge_state_in_place(v[:7], s[:7], v[7:], s[7:])
+    for x, name, merged in ((v, "v_other", expected[0]), (s, "s_other", expected[1])):
+        assert torch.equal(x, torch.cat([merged, given[name]]))
+    empty = v[3:3], s[3:3]
     preflash.merge_state_in_place(*empty, *empty)
 
 
@@ -350,12 +348,14 @@ def test_merge_in_place_of_neighbours(target):
 )
 def test_out_on_the_last_factor_of_the_heads(name, count, dtype):
     """The output may begin where the factors end, and no earlier."""
-    q, k, v = (torch.zeros(*shape, 64).to(dtype) for shape in ((3, 8), (5, 4), (5, 4)))
-    memory = torch.ones(64 + q.numel(), dtype=torch.float16)
+    case = Case("factors", (3,), (5,), 8, 4, 64, dtype=dtype, o_dtype=torch.float16)
+    wrapper = runner.planned(inputs := build(case), backend="cpu")
+    memory = torch.ones(64 + inputs.q.numel(), dtype=torch.float16)
     of_heads = memory[32 - 2 * count : 32].view(torch.float32)
-    wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
-    dtypes = {"q_data_type": dtype, "kv_data_type": dtype, "o_data_type": torch.float16}
-    wrapper.plan(torch.tensor([0, 3]).int(), torch.tensor([0, 5]).int(), 8, 4, 64, **dtypes)
-    wrapper.run(q, k, v, out=memory[32:][: q.numel()].view(q.shape), **{name: of_heads})
-    with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-        wrapper.run(q, k, v, out=memory[24:][: q.numel()].view(q.shape), **{name: of_heads})
+
+    def run(begin: int):
+        out = memory[begin:][: inputs.q.numel()].view(inputs.q.shape)
+        wrapper.run(inputs.q, inputs.k, inputs.v, out=out, **{name: of_heads})
+
+    run(32)
+    check_refused(f"out shares memory with {name}", functools.partial(run, 24))
