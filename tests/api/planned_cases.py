@@ -60,11 +60,15 @@ def bounds_of(inputs: Inputs) -> dict:
     return {"seq_lens": lens, "lengths_are_upper_bounds": True}
 
 
-def check_refused(says: str, *calls, error=ValueError) -> None:
-    """Requires an error of each call whose message matches."""
+def refused(says: str, call, *arguments, error=ValueError, **options) -> None:
+    """Requires an error of a call whose message matches."""
+    with pytest.raises(error, match=says):
+        call(*arguments, **options)
+
+
+def all_refused(says: str, calls) -> None:
     for call in calls:
-        with pytest.raises(error, match=says):
-            call()
+        refused(says, call)
 
 
 def mistakes(*rows) -> list:

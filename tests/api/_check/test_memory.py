@@ -2,7 +2,6 @@
 are refused by name."""
 
 import contextlib
-import functools
 import itertools
 import math
 
@@ -10,7 +9,7 @@ import preflash
 import pytest
 import torch
 from changed_tensors import fake, freed, freed_view, meta, negative, resized
-from planned_cases import PAGED_ARRAYS, check_refused, check_run, plan_arguments, planned
+from planned_cases import PAGED_ARRAYS, check_run, plan_arguments, planned, refused
 from preflash.testing import Case, MaskKind, build, runner
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import UninitializedParameter
@@ -70,7 +69,7 @@ def test_plan(target, case, names, kind):
     }
     for name in names:
         wrong = {**plan_arguments(inputs), name: spoil(given[name])}
-        check_refused(f"{name} .*{why}", functools.partial(wrapper.plan, **wrong), error=error)
+        refused(f"{name} .*{why}", wrapper.plan, error=error, **wrong)
 
 
 TOKENS = itertools.count(11)  # no two calls of the single function have the same shapes
@@ -110,7 +109,7 @@ def test_attention(target, make, names, kind):
             if not (seen and kind.startswith("too_small")):
                 wrong = {**arguments, name: spoil(arguments[name])}
                 says = f"^{name} .*({why}|has no memory behind it)"
-                check_refused(says, functools.partial(call, **wrong), error=error)
+                refused(says, call, error=error, **wrong)
             call(**arguments)
 
 
@@ -184,7 +183,7 @@ def test_calls_without_a_plan(target, key, kind):
     written = ("v", "s") if (key, kind) == ("in_place", "stride") else CALLS[key][2]
     for name in written:
         wrong = {**given, name: spoil(given[name])}
-        check_refused(rf"\b{name} .*{why}", functools.partial(call, **wrong), error=error)
+        refused(rf"\b{name} .*{why}", call, error=error, **wrong)
 
 
 def merge_of(v):
@@ -215,7 +214,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("call", "error", "says"), OTHERS.values(), ids=OTHERS)
 def test_other_refusals(call, error, says):
-    check_refused(says, call, error=error)
+    refused(says, call, error=error)
 
 
 def test_views_have_memory(target):
@@ -269,7 +268,7 @@ def test_fake_mode_around_plain_tensors(target):
             assert isinstance(call(), FakeTensor)
             assert call().shape == real.shape
     with FakeTensorMode(allow_non_fake_inputs=True):
-        check_refused("memory", lambda: runner.plan(wrapper, inputs))
+        refused("memory", runner.plan, wrapper, inputs)
         with pytest.raises(DynamicOutputShapeException):  # its size is in the values
             preflash.segment_packbits(bits, torch.tensor([0, 16]))
     check_run(inputs, wrapper)
@@ -325,8 +324,8 @@ def test_merge_in_place_overlaps(target):
     for names, changed in cases.items():
         arguments = {**given, **dict(zip(names, changed, strict=True))}
         before = {key: value.clone() for key, value in arguments.items()}
-        call = functools.partial(preflash.merge_state_in_place, **arguments)
-        check_refused("^{} shares memory with {}".format(*names), call)
+        says = "^{} shares memory with {}".format(*names)
+        refused(says, preflash.merge_state_in_place, **arguments)
         assert all(torch.equal(arguments[key], value) for key, value in before.items())
 
 
@@ -358,4 +357,4 @@ def test_out_on_the_last_factor_of_the_heads(name, count, dtype):
         wrapper.run(inputs.q, inputs.k, inputs.v, out=out, **{name: of_heads})
 
     run(32)
-    check_refused(f"out shares memory with {name}", functools.partial(run, 24))
+    refused(f"out shares memory with {name}", run, 24)

@@ -13,15 +13,7 @@ import preflash
 import pytest
 import torch
 from changed_tensors import misaligned, strided, wide_rows
-from planned_cases import (
-    check_refused,
-    check_run,
-    mistakes,
-    plan_arguments,
-    planned,
-    spoil,
-    unplanned,
-)
+from planned_cases import check_run, mistakes, plan_arguments, planned, refused, spoil, unplanned
 from preflash.testing import Case, MaskKind, build, oracle, poison, reference, runner
 
 REFUSED = (ValueError, TypeError)
@@ -259,9 +251,9 @@ def test_run_before_plan(target, case):
     arguments = run_arguments(inputs)
     wrong = {**plan_arguments(inputs), "head_dim": 0}
     for _ in range(2):
-        check_refused("before plan", functools.partial(wrapper.run, **arguments))
+        refused("before plan", wrapper.run, **arguments)
         assert bool(arguments["out"].isnan().all())
-        check_refused("head_dim", functools.partial(wrapper.plan, **wrong))
+        refused("head_dim", wrapper.plan, **wrong)
     runner.plan(wrapper, inputs)
     check_run(inputs, wrapper)
 
@@ -309,12 +301,12 @@ def test_constructor(target, case, argument, value, error, says):
 def test_tensors_on_another_device():
     inputs = build(RAGGED, device="cuda")
     wrapper = runner.make_wrapper(RAGGED, backend="cpu", device="cuda")
-    check_refused("cpu", lambda: runner.plan(wrapper, inputs), error=EITHER)
+    refused("cpu", runner.plan, wrapper, inputs, error=EITHER)
     wrapper = runner.planned(inputs, backend="fa2")
     arguments = {**run_arguments(inputs), "sinks": torch.zeros(4, device="cuda")}
     for name in ("q", "k", "v", "out", "lse", "sinks"):
         wrong = {**arguments, name: arguments[name].cpu()}
-        check_refused(rf"\b{name}\b", functools.partial(wrapper.run, **wrong), error=REFUSED)
+        refused(rf"\b{name}\b", wrapper.run, error=REFUSED, **wrong)
     check_run(inputs, wrapper)
 
 

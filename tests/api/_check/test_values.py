@@ -11,7 +11,7 @@ import preflash
 import pytest
 import torch
 from changed_tensors import freed, meta
-from planned_cases import check_refused, check_run, plan_arguments, planned, unplanned
+from planned_cases import all_refused, check_run, plan_arguments, planned, refused, unplanned
 from preflash.testing import Case, MaskKind, Position, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
 from wrapper_options import hints
@@ -49,7 +49,7 @@ def test_values_that_do_not_go_together(target, plan, run, says):
         wrapper.run(inputs.q, inputs.k, inputs.v, **run)
 
     single = functools.partial(runner.single, inputs, backend=target.backend, **plan, **run)
-    check_refused(f"(?s){says}", plan_and_run, single)
+    all_refused(f"(?s){says}", (plan_and_run, single))
     assert (wrapper.variant is None) == (not run)
 
 
@@ -240,13 +240,12 @@ def test_refusals(target, single, pod):
     pod(window_left_p=1)
     for name, value, error, says in REFUSED:
         says = f"{name} {says}"
-        check_refused(f"^{says}", functools.partial(single, **{name: value}), error=error)
+        refused(f"^{says}", single, error=error, **{name: value})
         if name == "window_left":
-            call = functools.partial(pod, window_left_p=value)
-            check_refused(f"^prefill side: {says}", call, error=error)
+            refused(f"^prefill side: {says}", pod, error=error, window_left_p=value)
     inputs, wrapper = planned(RAGGED, target)
     for name, change in itertools.product(
         ("num_qo_heads", "token_pos_in_items_len"), (meta, freed)
     ):
         wrong = {**plan_arguments(inputs), name: change(INTS)}
-        check_refused(f"^{name} has no memory", functools.partial(wrapper.plan, **wrong))
+        refused(f"^{name} has no memory", wrapper.plan, **wrong)

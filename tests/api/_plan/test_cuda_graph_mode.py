@@ -3,14 +3,13 @@
 import collections
 import copy
 import dataclasses
-import functools
 import itertools
 
 import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import check_refused, plan_decode, table
+from planned_cases import plan_decode, refused, table
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 from test_interrupts import interrupted
@@ -65,7 +64,7 @@ class Graphs(Stage):
     def refuses(self, says: str, *lengths, **options) -> None:
         """Requires plan() to refuse a batch."""
         inputs = self.make(*lengths, **options)
-        check_refused(says, functools.partial(runner.plan, self.wrapper, inputs))
+        refused(says, runner.plan, self.wrapper, inputs)
 
 
 def with_options(inputs, **changes):
@@ -182,7 +181,7 @@ def test_lengths_changed_in_the_buffers(target, like, monkeypatch):
             buffer[1] = planned + 1
             if debug == "1":
                 says = rf"{name}\[1\] = {planned + 1}, and plan\(\) read {planned}: .*call plan"
-                check_refused(says, stage.run)
+                refused(says, stage.run)
             else:
                 stage.check_run(inputs)
             buffer[1] = planned
@@ -299,13 +298,13 @@ def test_a_captured_forward_is_refreshed(target, recorder, through):
     if through == "begin_forward":
         return
     stage.check_run(inputs)  # with the arguments of the plan
-    other_heads = functools.partial(plan_without_readback, stage.wrapper, inputs, qo=8)
-    check_refused("num_qo_heads, num_kv_heads, page_size = 8, 2, 16", other_heads)
+    says = "num_qo_heads, num_kv_heads, page_size = 8, 2, 16"
+    refused(says, plan_without_readback, stage.wrapper, inputs, qo=8)
     for name, value, error, says in (
         ("_batch_size", 4, AttributeError, "_batch_size is 3"),
         ("_prefix_len_ptr", inputs.qo_indptr, NotImplementedError, "multi-item"),
     ):
-        check_refused(says, functools.partial(setattr, stage.wrapper, name, value), error=error)
+        refused(says, setattr, stage.wrapper, name, value, error=error)
 
 
 def test_masks_through_the_cached_module(target, recorder):
@@ -354,7 +353,7 @@ def test_captures_set_limits(target, recorder):
     graph = stage.capture(lambda: stage.run(rows=20))
     far, longer = stage.make(*SMALLER), ((20, 1, 0), (30, 30, 0))
     far.indices[0] = 93
-    check_refused("93 pages", functools.partial(runner.plan, stage.wrapper, far))
+    refused("93 pages", runner.plan, stage.wrapper, far)
     stage.refuses(r"qo_indptr\[-1\] = 21: .* 20 rows of q", *longer)
     stage.refuses(r"page_size=8: .* pages of 16", *SMALLER, page_size=8)
     for rows in (30, 12):
@@ -376,13 +375,12 @@ def test_copies_and_workspaces_of_a_captured_wrapper(target, recorder):
     stage = Graphs(PAGED, target, recorder)
     inputs = stage.make(*FIRST)
     stage.plan(inputs)
-    check_refused("a copy would overwrite", lambda: copy.copy(stage.wrapper), error=TypeError)
+    refused("a copy would overwrite", copy.copy, stage.wrapper, error=TypeError)
     work = [runner.workspace(target.device), runner.workspace(target.device)]
     stage.wrapper.reset_workspace_buffer(*work)
     stage.check_run(inputs)
     graph = stage.capture()
-    reset = functools.partial(stage.wrapper.reset_workspace_buffer, *work)
-    check_refused("holds on to the workspaces", reset)
+    refused("holds on to the workspaces", stage.wrapper.reset_workspace_buffer, *work)
     # Planned into the caller's memory, where later plans go alone.
     small = stage.make(*SMALLER)
     stage.plan(small, causal=False)
@@ -422,7 +420,7 @@ def test_a_plan_interrupted_anywhere(target, recorder, repeated):
         first_rows = stage.wrapper.variant and int(stage.buffers["qo_indptr_buf"][1])
         ends[first_rows] += 1
         if first_rows is None:
-            check_refused("before plan", stage.run)
+            refused("before plan", stage.run)
             if ends[None] == 1:
                 stage.check_plans(SMALLER, FIRST, graph=graph)
         else:

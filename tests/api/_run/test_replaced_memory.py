@@ -12,7 +12,7 @@ import pytest
 import torch
 import wrapper_options
 from graph_stage import Limits, Stage, capture
-from planned_cases import check_refused, check_run, plan_decode, tensors
+from planned_cases import all_refused, check_run, plan_decode, refused, tensors
 from preflash.testing import Case, MaskKind, build, runner
 
 PAGED = Case("paged", (9, 3), (700, 90), 4, 2, 64, page_size=16, fixed_split_size=64)
@@ -99,7 +99,7 @@ def test_a_float_workspace_that_shrank(target, kind, change):
     for runs_before in (int(kind == "pod"), 2):  # its run() plans, in the workspace as it is then
         call_all(runs * runs_before)
         there, other = replace(workspace, change)
-        check_refused(rf"^float_workspace_buffer has {there} bytes; .* \d", *runs)
+        all_refused(rf"^float_workspace_buffer has {there} bytes; .* \d", runs)
         assert bool((other == 7).all())
         # Equal memory at another address is as good.
         workspace.data = torch.zeros(4 << 20, dtype=torch.uint8, device=target.device)
@@ -115,7 +115,7 @@ def test_a_float_workspace_with_gaps(target):
     plan()
     memory = torch.full((8 << 20,), 7, dtype=torch.uint8, device=target.device)
     workspace.data = memory[::2]
-    check_refused(r"float_workspace_buffer .* contiguous", *runs, plan)
+    all_refused(r"float_workspace_buffer .* contiguous", (*runs, plan))
     assert bool((memory == 7).all())
     workspace.data = memory.as_strided((8 << 20, 1), (1, 9))  # rows of one byte have no gap
     call_all((plan, *runs))
@@ -145,12 +145,13 @@ def test_an_int_workspace_that_was_replaced(target, change):
         there, _ = replace(int_workspace, change)
         why = f"has {there} bytes and needs {needed}"
         why = {None: "is at another address", 0: f"has no memory .* needs {needed}"}.get(there, why)
-        check_refused(f"int_workspace_buffer {why}", *runs)
-        plan = functools.partial(runner.plan, wrapper, inputs)
+        all_refused(f"int_workspace_buffer {why}", runs)
         if there is not None:
-            check_refused(f"int_workspace_buffer has {there} bytes; .* needs", plan)
+            why = f"int_workspace_buffer has {there} bytes; .* needs"
+            refused(why, runner.plan, wrapper, inputs)
             int_workspace.data = runner.workspace(target.device, 1 << 20)
-        call_all((plan, runs[0]))
+        runner.plan(wrapper, inputs)
+        check_run(inputs, wrapper)
         before, int_workspace = int_workspace, runner.workspace(target.device, 1 << 20)
         wrapper.reset_workspace_buffer(wrapper._float_workspace_buffer, int_workspace)
         before.zero_()  # the new one has the work list
@@ -192,10 +193,9 @@ def test_buffers_that_were_replaced(target, name, change):
             stage.check(inputs)
         _, other = replace(stage.buffers[name], change)
         stage.load(inputs)
-        check_refused(name, *runs if name in READ_BY_KERNELS else ())
-        on_device = stage.make(*BATCH, seed=1, on_host=False)
-        plans = (functools.partial(stage.plan, given) for given in (inputs, on_device))
-        check_refused(f"{name} .* since the constructor", *plans)
+        all_refused(name, runs * (name in READ_BY_KERNELS))
+        for given in (inputs, stage.make(*BATCH, seed=1, on_host=False)):
+            refused(f"{name} .* since the constructor", stage.plan, given)
         assert bool(stage.out.isnan().all())
         assert bool((other == 7).all())
 
@@ -212,8 +212,8 @@ def test_other_options_refuse_buffers_that_were_freed_before(target, name):
     given = (stage.q, *stage.cache())
     wrapper.run(*given)
     resize_storage(whole, 0)
-    forward = functools.partial(wrapper.forward, *given, logits_soft_cap=30.0)
-    check_refused(name, forward, functools.partial(wrapper.run, *given, window_left=20))
+    refused(name, wrapper.forward, *given, logits_soft_cap=30.0)
+    refused(name, wrapper.run, *given, window_left=20)
 
 
 def graph_pod(target):
@@ -231,7 +231,7 @@ def graph_pod(target):
 def test_pod_refuses_buffers_that_were_freed(target, name):
     buffers, plan, runs = graph_pod(target)
     resize_storage(buffers[name], 0)
-    check_refused(f"{name} has no memory", plan, *runs if name in READ_BY_KERNELS else ())
+    all_refused(f"{name} has no memory", (plan, *runs * (name in READ_BY_KERNELS)))
 
 
 @each_replacement
@@ -245,7 +245,7 @@ def test_plan_refuses_workspaces_that_a_graph_has_lost(target, recorder, change)
     graph.replay()
     stage.check(inputs)
     replace(workspace, change)
-    check_refused("float_workspace_buffer", lambda: stage.plan(inputs))
+    refused("float_workspace_buffer", stage.plan, inputs)
 
 
 # --- Page indices ------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_page_indices_on_the_device_that_were_freed(target):
     wrapper = runner.planned(inputs, backend=target.backend)
     runner.run(wrapper, inputs)
     resize_storage(inputs.indices, 0)
-    check_refused("paged_kv_indices has no memory", lambda: runner.run(wrapper, inputs))
+    refused("paged_kv_indices has no memory", runner.run, wrapper, inputs)
 
 
 def runs_and_indices(kind: str, target):
@@ -290,7 +290,7 @@ def test_page_indices_that_were_overwritten(target, kind, pool):
     for page, at in itertools.product((2**30, pool, -1, -(2**31)), (0, used - 1)):
         right = int(indices[at])
         indices[at] = page
-        check_refused(f"paged_kv_indices holds {page};", *runs)
+        all_refused(f"paged_kv_indices holds {page};", runs)
         indices[at] = right
         indices[used:] = page
         call_all(runs)
@@ -304,7 +304,7 @@ def inputs_of(target, seed, **changes):
 
 
 def refuses_runs(inputs, wrapper) -> None:
-    check_refused("holds the work list of another wrapper", *runs_of(wrapper, inputs))
+    all_refused("holds the work list of another wrapper", runs_of(wrapper, inputs))
 
 
 def test_a_work_list_of_another_wrapper(target):
@@ -388,4 +388,4 @@ def test_captured_runs_and_plans_of_graphs(target, recorder):
             stage.plan(inputs)
             graph.replay()
             stage.check(inputs)
-        check_refused("holds the work list of another wrapper", stages[0].run)
+        refused("holds the work list of another wrapper", stages[0].run)
