@@ -6,7 +6,7 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import bounds_of, check_run
+from planned_cases import bounds_of, check_run, plan_decode, refused, table
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
@@ -140,8 +140,7 @@ def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
             graph.replay()
             stage.check(inputs, expected=expected)
     for other in ({}, {**options, "seq_lens": lens.clone()}):
-        with pytest.raises(ValueError, match=r"a CUDA graph has captured a run.*seq_lens"):
-            stage.plan(inputs, **other)
+        refused(r"a CUDA graph has captured a run.*seq_lens", stage.plan, inputs, **other)
 
 
 def test_outputs_lie_apart_from_the_lengths(target):
@@ -150,15 +149,10 @@ def test_outputs_lie_apart_from_the_lengths(target):
     memory = torch.zeros(inputs.q.shape, dtype=PAGED.dtype, device=target.device)
     inside = memory.view(torch.int32).flatten()[64:69].copy_(bounds["seq_lens"])
     wrapper = runner.planned(inputs, backend=target.backend, **{**bounds, "seq_lens": inside})
-    with pytest.raises(ValueError, match="out shares memory with seq_lens"):
-        wrapper.run(inputs.q, inputs.cache, out=memory)
+    refused("out shares memory with seq_lens", wrapper.run, inputs.q, inputs.cache, out=memory)
 
 
 # --- Other wrappers ----------------------------------------------------------
-
-
-def table(inputs) -> tuple:
-    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
 
 
 SIZES = (4, 2, 64, 16)
@@ -175,19 +169,19 @@ def test_prefill_beside_decode(target, kind):
     lens_p, lens_d = (bounds_of(x)["seq_lens"] for x in (p, d))
     options = {"q_data_type": DECODE.dtype, "lengths_are_upper_bounds": True}
     if kind == "POD":
-        one = p.request(0)
-        pod.plan(*table(d), *SIZES, **options, seq_lens=lens_d)
+        plan_decode(pod, d, **options, seq_lens=lens_d)
+        given = p.request(0)
         d, expected_d = now(d, lens_d, RUNS[3])
-        out_p, of_d = pod.run(one.q, one.k, one.v, d.q, d.cache, causal_p=True, return_lse_d=True)
-        expected_p = attend(one.q, one.k, one.v, p.pipeline)
-        runner.compare(p, out_p, None, expected_p).check()
+        expected_p = attend(given.q, given.k, given.v, p.pipeline)
+        got = pod.run(given.q, given.k, given.v, d.q, d.cache, causal_p=True, return_lse_d=True)
+        got = ((got[0], None), got[1])
     else:
         arrays = [array for x in (p, d) for array in (x.qo_indptr, *table(x))]
         pod.plan(*arrays, *SIZES, **options, seq_lens_p=lens_p, seq_lens_d=lens_d)
         (p, expected_p), (d, expected_d) = now(p, lens_p, (133, 2)), now(d, lens_d, RUNS[3])
-        of_p, of_d = pod.run(p.q, p.cache, d.q, d.cache, causal_p=True, return_lse=True)
-        runner.compare(p, *of_p, expected_p).check()
-    runner.compare(d, *of_d, expected_d).check()
+        got = pod.run(p.q, p.cache, d.q, d.cache, causal_p=True, return_lse=True)
+    runner.compare(p, *got[0], expected_p).check()
+    runner.compare(d, *got[1], expected_d).check()
 
 
 @pytest.mark.parametrize("as_table", [False, True])
@@ -212,11 +206,9 @@ def test_a_shared_prefix(target, kind):
     inputs = build(case, device=target.device)
     make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
     wrapper, bounds = make(runner.workspace(target.device)), bounds_of(inputs)
-    if kind == "Prefill":
-        arrays = (inputs.qo_indptr, *table(inputs))
-        wrapper.begin_forward(*arrays, *SIZES, q_data_type=case.dtype, **bounds)
-    else:
-        wrapper.begin_forward(*table(inputs), *SIZES, data_type=case.dtype, **bounds)
+    arrays = (inputs.qo_indptr, *table(inputs)) if kind == "Prefill" else table(inputs)
+    dtype = {f"{'q_' * (kind == 'Prefill')}data_type": case.dtype}
+    wrapper.begin_forward(*arrays, *SIZES, **dtype, **bounds)
     k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
     given, _ = now(inputs, bounds["seq_lens"], RUNS[3])
     out = wrapper.forward(given.q, k, v, given.cache)
