@@ -1,7 +1,6 @@
 """Kernels get addresses, so tensors without memory, of another dtype or shape, or that share memory
 are refused by name."""
 
-import contextlib
 import itertools
 import math
 
@@ -14,6 +13,7 @@ from preflash.testing import Case, MaskKind, build, runner
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import UninitializedParameter
 from torch.testing._internal.two_tensor import TwoTensor
+from wrapper_options import hints
 
 
 def too_small_strided(t):
@@ -48,69 +48,39 @@ RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64, mask=MaskKind.PACKED)
 RUN = Case("run", (33, 5), (40, 90), 4, 2, 64)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in BAD if kind != "jagged"])
-@pytest.mark.parametrize(
-    ("case", "names"),
-    [
-        (PAGED, (*PAGED_ARRAYS, "custom_mask", "seq_lens", "block_tables")),
-        (RAGGED, ("kv_indptr", "packed_custom_mask", "seq_lens_q")),
-    ],
-    ids=["paged", "ragged"],
-)
-def test_plan(target, case, names, kind):
-    spoil, why, error = BAD[kind]
-    inputs = build(case, device=target.device, index_device="cpu")
-    wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
-    given = {
-        "seq_lens": torch.tensor(case.kv_lens),
-        "seq_lens_q": torch.tensor(case.qo_lens),
-        "block_tables": torch.zeros(2, 6, dtype=torch.int32),
-        **plan_arguments(inputs),
-    }
-    for name in names:
-        wrong = {**plan_arguments(inputs), name: spoil(given[name])}
-        refused(f"{name} .*{why}", wrapper.plan, error=error, **wrong)
-
-
 TOKENS = itertools.count(11)  # no two calls of the single function have the same shapes
+
+# --- Calls, each with right arguments and the names of those that are spoilt ------
+
+
+def plan_of(case, *names):
+    def make(target):
+        inputs = build(case, device=target.device, index_device="cpu")
+        wrapper = runner.make_wrapper(case, backend=target.backend, device=target.device)
+        return wrapper.plan, {**hints(inputs), **plan_arguments(inputs)}, names
+
+    return make
 
 
 def run_of_a_wrapper(target):
     inputs, wrapper = planned(RUN, target)
     lse, sinks = (torch.zeros(*shape, device=target.device) for shape in ((38, 4), (4,)))
-    others = {"out": torch.empty_like(inputs.q), "lse": lse, "return_lse": True, "sinks": sinks}
-    return wrapper.run, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **others}
+    given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": torch.empty_like(inputs.q)}
+    given |= {"lse": lse, "sinks": sinks}
+    return wrapper.run, {**given, "return_lse": True}, given
 
 
 def single(target):
+    shapes = {"q": (4, 64), "k": (2, 64), "v": (2, 64)}
     tokens = next(TOKENS)
-    heads = {"q": 4, "k": 2, "v": 2}
-    tensors = {name: target.to(torch.ones(tokens, n, 64).half()) for name, n in heads.items()}
-    others = {"sinks": target.to(torch.zeros(4)), "backend": target.backend}
-    return preflash.single_prefill_with_kv_cache, tensors | others
+    given = {name: torch.ones(tokens, *shape).half() for name, shape in shapes.items()}
+    given = {name: target.to(x) for name, x in {**given, "sinks": torch.zeros(4)}.items()}
+    return preflash.single_prefill_with_kv_cache, {**given, "backend": target.backend}, given
 
 
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (run_of_a_wrapper, ("q", "k", "v", "out", "lse", "sinks")),
-        (single, ("q", "k", "v", "sinks")),
-    ],
-    ids=["run", "single"],
-)
-def test_attention(target, make, names, kind):
-    """A call of shapes that were seen before looks at addresses alone; only the first one asks how
-    large a storage still is."""
-    spoil, why, error = BAD[kind]
-    for name in names:
-        call, arguments = make(target)
-        for seen in (False, True):
-            if not (seen and kind.startswith("too_small")):
-                wrong = {**arguments, name: spoil(arguments[name])}
-                says = f"^{name} .*({why}|has no memory behind it)"
-                refused(says, call, error=error, **wrong)
-            call(**arguments)
+def call_of(call, fixed, given):
+    """Describes a call of tensors that are moved to the device."""
+    return lambda target: (call, {**fixed, **{n: target.to(x) for n, x in given.items()}}, given)
 
 
 V, S, INT = torch.ones(3, 2, 8), torch.ones(3, 2), torch.int32
@@ -128,32 +98,35 @@ def plan(name: str):
     return getattr(preflash, name)(torch.empty(1 << 20, dtype=torch.uint8)).plan
 
 
-# A call, its fixed arguments, and those that are spoilt one at a time.
 ON_ANY_DEVICE = {
-    "merge_state": (preflash.merge_state, {}, {"v_a": V, "s_a": S, "v_b": V, "s_b": S}),
-    "in_place": (preflash.merge_state_in_place, {}, {**VS, "mask": S[:, 0] > 0}),
-    "merge_states": (
+    "run": run_of_a_wrapper,
+    "new single": single,
+    "paged plan": plan_of(PAGED, *PAGED_ARRAYS, "custom_mask", "seq_lens", "block_tables"),
+    "ragged plan": plan_of(RAGGED, "kv_indptr", "packed_custom_mask", "seq_lens_q"),
+    "merge_state": call_of(preflash.merge_state, {}, {"v_a": V, "s_a": S, "v_b": V, "s_b": S}),
+    "in_place": call_of(preflash.merge_state_in_place, {}, {**VS, "mask": S[:, 0] > 0}),
+    "merge_states": call_of(
         preflash.merge_states, {}, {"v": torch.ones(3, 2, 2, 8), "s": torch.ones(3, 2, 2)},
     ),
-    "packbits": (preflash.packbits, {}, {"x": BITS}),
-    "segment_packbits": (preflash.segment_packbits, {}, {"x": BITS, "indptr": INDPTR}),
-    "workspace": (
+    "packbits": call_of(preflash.packbits, {}, {"x": BITS}),
+    "segment_packbits": call_of(preflash.segment_packbits, {}, {"x": BITS, "indptr": INDPTR}),
+    "workspace": call_of(
         preflash.BatchPrefillWithPagedKVCacheWrapper, {},
         {"float_workspace_buffer": torch.empty(64, 64, dtype=torch.uint8)},
     ),
 }  # fmt: skip
 ON_THE_CPU = {
-    "single": (
+    "single": call_of(
         preflash.single_prefill_with_kv_cache, ROWS,
         {f"scale_{name}": torch.ones(2) for name in "qkv"},
     ),
-    "append": (preflash.append_paged_kv_cache, CACHE, PLACES),
-    "get_seq_lens": (preflash.get_seq_lens, {"page_size": 4}, TABLE),
-    "block sparse": (
+    "append": call_of(preflash.append_paged_kv_cache, CACHE, PLACES),
+    "get_seq_lens": call_of(preflash.get_seq_lens, {"page_size": 4}, TABLE),
+    "block sparse": call_of(
         plan("BlockSparseAttentionWrapper"), {"M": 16, "N": 16, "R": 16, "C": 16, **HEADS},
         {"indptr": ENDS, "indices": ONE},
     ),
-    "block sizes": (
+    "block sizes": call_of(
         plan("VariableBlockSparseAttentionWrapper"), HEADS,
         {"block_mask_map": torch.ones(2, 1, 1).bool(), "block_row_sz": torch.full((2, 1), 3),
          "block_col_sz": torch.full((2, 1), 3)},
@@ -168,22 +141,30 @@ FORMS = {
 OF_ANY_FORM = {("packbits", "dtype"), ("segment_packbits", "dtype")}
 OF_ANY_FORM |= {("workspace", "dtype"), ("workspace", "shape")}
 OF_ANY_FORM |= {(key, "stride") for key in CALLS if key not in ("in_place", "single")}
+WITH_PLANS = ("run", "new single", "paged plan", "ragged plan")  # test_refusals.py has their forms
+OF_ANY_FORM |= set(itertools.product(WITH_PLANS, FORMS))
+OF_ANY_FORM |= {("paged plan", "jagged"), ("ragged plan", "jagged")}
 
 
 @pytest.mark.parametrize(
     ("key", "kind"),
     [row for row in itertools.product(CALLS, {**BAD, **FORMS}) if row not in OF_ANY_FORM],
 )
-def test_calls_without_a_plan(target, key, kind):
+def test_calls(target, key, kind):
+    """A tensor is refused in a first call and after a right one. A run of shapes that were seen
+    before looks at addresses alone; only the first one asks how large a storage still is."""
     if key in ON_THE_CPU and target.device != "cpu":
         pytest.skip("a test of the CPU")
-    (call, fixed, given), (spoil, why, error) = CALLS[key], {**BAD, **FORMS}[kind]
-    given = {**fixed, **{name: target.to(value) for name, value in given.items()}}
-    call(**given)
-    written = ("v", "s") if (key, kind) == ("in_place", "stride") else CALLS[key][2]
-    for name in written:
-        wrong = {**given, name: spoil(given[name])}
-        refused(rf"\b{name} .*{why}", call, error=error, **wrong)
+    spoil, why, error = {**BAD, **FORMS}[kind]
+    if remembers := key in WITH_PLANS[:2]:
+        why = f"({why}|has no memory behind it)"
+    for name in ("v", "s") if (key, kind) == ("in_place", "stride") else CALLS[key](target)[2]:
+        call, given, _ = CALLS[key](target)
+        for seen in (False, True):
+            if not (seen and remembers and kind.startswith("too_small")):
+                wrong = {**given, name: spoil(given[name])}
+                refused(rf"\b{name} .*{why}", call, error=error, **wrong)
+            call(**given)
 
 
 def merge_of(v):
@@ -199,6 +180,15 @@ def packed(x, call=preflash.packbits):
     return lambda: call(x)
 
 
+def inside(transform, call):
+    """Calls with plain tensors inside of a transform, which makes tensors without memory there."""
+    return lambda: transform(lambda t: (call(), t.sum())[1])(torch.ones(4))
+
+
+def jvp(call):
+    return lambda x: torch.func.jvp(call, (x,), (x,))
+
+
 OTHERS = {
     "functionalized": (packed(BITS > 0, torch.func.functionalize(preflash.packbits)),
         ValueError, r"x has no memory.*torch\.func"),
@@ -209,6 +199,10 @@ OTHERS = {
     "mkldnn": (merge_of(torch.ones(3, 2, 8).to_mkldnn()), TypeError, "v_a .*_mkldnn"),
     "uninitialized": (merge_of(UninitializedParameter(requires_grad=False)), ValueError,
         "v_a has no"),
+    **{f"{name} inside of {transform.__name__}": (inside(transform, call), NotImplementedError,
+        "torch makes tensors without memory here")
+        for transform in (torch.func.grad, jvp)
+        for name, call in (("packbits", packed(BITS)), ("merge", merge_of(V)))},
 }  # fmt: skip
 
 
@@ -232,23 +226,6 @@ def test_views_have_memory(target):
         merged_v, merged_s = preflash.merge_state(v, s, v, s)
         torch.testing.assert_close(merged_v, v, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(merged_s, s + 1, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("transform", ["functionalize", "grad", "jvp"])
-def test_transforms_around_plain_tensors(transform):
-    """Tensors made inside a transform may have no memory, even if made from plain tensors."""
-
-    def inner(t):
-        for call in (lambda: preflash.packbits(BITS), lambda: preflash.merge_state(V, S, V, S)):
-            with contextlib.suppress(NotImplementedError):
-                call()  # or its result is right
-        return t.sum()
-
-    x = torch.ones(4)
-    if transform == "jvp":
-        torch.func.jvp(inner, (x,), (x,))
-    else:
-        getattr(torch.func, transform)(inner)(x)
 
 
 def test_fake_mode_around_plain_tensors(target):

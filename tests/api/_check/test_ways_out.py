@@ -7,7 +7,6 @@ mislead: names of another call's arguments, and ways out that lead nowhere.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import preflash
 import pytest
 import torch
-from planned_cases import check_run
+from planned_cases import refused
 from preflash.testing import Case, MaskKind, build, runner
 
 PAGED = Case("paged", (33, 5), (40, 90), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -275,15 +274,15 @@ def test_value_rule_and_way_out(row):
 
 def test_backend_that_is_no_text_in_spite_of_the_environment(monkeypatch):
     monkeypatch.setenv("PREFLASH_BACKEND", "cpu")
-    with pytest.raises(TypeError, match=f"^backend must be a str, {WITH_CUDNN[8:]}; got int 3$"):
-        made("Paged", backend=3)
+    says = f"^backend must be a str, {WITH_CUDNN[8:]}; got int 3$"
+    refused(says, made, "Paged", error=TypeError, backend=3)
 
 
 def test_batch_attention_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments in ({}, {"device": "cuda:1"}, {"device": torch.device("cuda")}):
-        with pytest.raises(ValueError, match=r"^device='cuda.*no CUDA device.*device='cpu'"):
-            preflash.BatchAttention(**arguments)
+        says = r"^device='cuda.*no CUDA device.*device='cpu'"
+        refused(says, preflash.BatchAttention, **arguments)
     assert preflash.BatchAttention(device="cpu").device.type == "cpu"
 
 
@@ -291,25 +290,20 @@ VMAP = r"inside of torch\.vmap, and transforms of torch\.func are not supported;
 
 
 def test_vmap():
-    """A call that was seen before refuses too, and computes afterwards."""
-    wrapper, v, s = planned_wrapper(PAGED), torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 2)
-    inputs = inputs_of(PAGED)
+    """A call that was seen before refuses too."""
     single(), single(k=K.contiguous())
-    for name, call, arguments in (
-        ("q", lambda q: single(q=q), (torch.stack([Q, Q]),)),
-        ("k", lambda k: single(k=k), (torch.stack([K, K]),)),
-        ("v_a", preflash.merge_state, (v, s, v, s)),
-        ("x", preflash.packbits, (torch.ones(2, 16).bool(),)),
-        ("q", lambda q: wrapper.run(q, (inputs.k, inputs.v)), (torch.stack([inputs.q] * 2),)),
+    for name, call, x in (
+        ("q", lambda q: single(q=q), Q),
+        ("k", lambda k: single(k=k), K),
+        ("x", preflash.packbits, torch.ones(16).bool()),
+        ("v_a", lambda v: preflash.merge_state(v, v[..., 0], v, v[..., 0]), torch.zeros(3, 2, 8)),
     ):
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"^{name} .*{VMAP}"):
-                torch.vmap(call)(*arguments)
-    check_run(inputs, wrapper)
+            refused(f"^{name} .*{VMAP}", torch.vmap(call), torch.stack([x, x]))
 
 
 def test_derivatives():
-    words = re.compile("computes no gradients: it is forward only|inside of torch.vmap")
+    words = "computes no gradients: it is forward only|inside of torch.vmap"
     for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
-        with pytest.raises((NotImplementedError, ValueError), match=words):
-            transform(lambda q: single(q=q).float().sum())(Q)
+        call = transform(lambda q: single(q=q).float().sum())
+        refused(words, call, Q, error=(NotImplementedError, ValueError))
