@@ -14,7 +14,6 @@ from changed_tensors import freed, meta
 from planned_cases import all_refused, check_run, plan_arguments, planned, refused, unplanned
 from preflash.testing import Case, MaskKind, Position, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
-from wrapper_options import hints
 
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
 ALIBI = dataclasses.replace(CASE, position=Position.ALIBI)
@@ -103,12 +102,6 @@ def test_what_changes_nothing(target, case):
         inputs, wrapper = planned(case, target, **options)
         check_run(inputs, wrapper, sinks=None, kv_cache_sf=None, enable_pdl=None)
         check_run(inputs, wrapper, window_left=window)
-
-
-def test_lengths_that_agree(target):
-    uniform = dataclasses.replace(PAGED, qo_lens=(3, 3))
-    for case in (PAGED, uniform):
-        check_run(*planned(case, target, **hints(build(case, device=target.device))))
 
 
 # --- Names of dtypes ------------------------------------------------------------

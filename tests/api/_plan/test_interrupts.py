@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from planned_cases import check_run, planned, refused, tensors
+from planned_cases import planned, refused, tensors
 from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
 
@@ -152,24 +152,6 @@ def test_plans_during_a_run(monkeypatch, page_size):
         handlers[:] = [lambda: runner.plan(wrapper, new)] * 3
         runner.compare(old, wrapper.run(*tensors(old)), None).check()
         runner.compare(new, *results(wrapper, new)).check()
-
-
-# --- Copies ------------------------------------------------------------------
-
-
-def test_a_copy_plans_for_itself(target):
-    inputs, wrapper = planned(OLD, target)
-    other = build(SHORT, device=target.device)
-    expected = results(wrapper, inputs)
-    twin = copy.copy(wrapper)
-    check_equal(twin, inputs, expected)
-    for _ in range(3):
-        runner.plan(twin, other)
-        check_run(other, twin)
-        check_equal(wrapper, inputs, expected)
-    for one in (other, inputs):
-        runner.plan(wrapper, one)
-    check_run(other, twin)
 
 
 def test_copies_that_cannot_be_are_refused(target):

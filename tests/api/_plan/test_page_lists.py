@@ -69,17 +69,18 @@ def test_plans_in_turns(target, problems):
 
 
 def test_copies_of_a_wrapper(target, problems):
-    """Copies share the batch of their wrapper and outlive it."""
+    """Copies share the batch of their wrapper, plan for themselves and outlive it."""
     wrapper, copies = make_wrapper(target), []
     problems[0].plan(wrapper)
-    for i in (3, 0, 3, 1):
+    for i in (3, 2, 3, 1):
         problems[i].plan(wrapper)
         copies.append((copy.copy(wrapper), i))
-    del wrapper
     first, i = copies[0]
     problems[i].check(first)
-    for i in (1, 0, 3):
+    for i in (1, 2, 0, 3):
         problems[i].plan_and_check(first)
+        problems[1].check(wrapper)
+    del wrapper
     for one, i in copies[1:]:
         problems[i].check(one)
 

@@ -110,18 +110,6 @@ def test_the_bounds_as_lengths_are_an_ordinary_plan(target, case):
     check_run(given, wrapper, expected)
 
 
-@pytest.mark.parametrize("case", [PAGED, RAGGED, FEW], ids=lambda case: case.name)
-def test_options_of_a_run(target, case):
-    inputs = build(case, device=target.device)
-    wrapper, lens = bounded(inputs, target)
-    sinks = torch.linspace(-1, 1, case.num_qo_heads, device=target.device)
-    for window, of_run in ((9, None), (-1, sinks), (70, sinks)):
-        windowed = dataclasses.replace(case, window_left=window)
-        of_the_run = dataclasses.replace(inputs, case=windowed, sinks=of_run)
-        given, expected = now(of_the_run, lens, runs_of(case)[-1])
-        check_run(given, wrapper, expected, **{} if window < 0 else {"window_left": window})
-
-
 def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
     """Plans between replays overwrite the captured work list in its place."""
     like = dataclasses.replace(PAGED, qo_lens=(), kv_lens=())

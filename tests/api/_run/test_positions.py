@@ -1,57 +1,18 @@
-"""ALiBi and RoPE are compared with sums by hand, and change from plan to plan and call to call."""
+"""ALiBi and RoPE change from plan to plan and call to call; test_cases.py has their cases."""
 
 import dataclasses
-import math
 
-import preflash
 import pytest
-import torch
 from planned_cases import planned
 from preflash.testing import Case, Magnitude, MaskKind, Position, build, reference, runner
-from preflash.testing.oracle import Rope
+from preflash.testing.oracle import Rope, alibi_slopes
 
 ALIBI, ROPE = Position.ALIBI, Position.ROPE
 
 
-def test_alibi_counts_from_the_local_row(target):
-    """With q = 0 the logits are slope * (j - i), i the row within its request."""
-    case = Case("zero_q", (5, 3), (40, 7), 6, 2, 64, page_size=16, position=ALIBI)
-    inputs, wrapper = planned(case, target)
-    inputs.q.zero_()
-    for lse_base, unit in (("log2", math.log2(math.e)), ("ln", 1.0)):
-        _, lse = runner.run(wrapper, inputs, lse_base=lse_base)
-        for head, slope in enumerate([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]):
-            wanted = [
-                unit * math.log(sum(math.exp(slope * (key - row)) for key in range(kv_len)))
-                for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True)
-                for row in range(qo_len)
-            ]
-            torch.testing.assert_close(
-                lse[:, head].cpu(), torch.tensor(wanted), rtol=1e-6, atol=1e-4
-            )
-
-
-@pytest.mark.parametrize("row_is_key", [True, False])
-def test_rope_by_hand(target, row_is_key):
-    """q and k of one dimension: the logit is the cosine of the angle between the positions."""
-    dim, pair, rows, keys = 64, 5, 3, 40
-    q = torch.zeros(rows, 2, dim, dtype=torch.float16)
-    k, v = torch.zeros(2, keys, 2, dim, dtype=torch.float16)
-    q[..., pair if row_is_key else pair + dim // 2] = 1.0
-    k[..., pair] = 1.0
-    _, lse = preflash.single_prefill_with_kv_cache(
-        *map(target.to, (q, k, v)), sm_scale=1.0, pos_encoding_mode="ROPE_LLAMA", rope_scale=2.0,
-        rope_theta=100.0, return_lse=True, lse_base="ln", backend=target.backend,
-    )  # fmt: skip
-    step = 100.0 ** (-2 * pair / dim) / 2.0
-    for row in range(rows):
-        angles = [step * (keys - rows + row - key) for key in range(keys)]
-        # The unit vector of d + D / 2 is a quarter turn ahead of that of d.
-        logits = [math.cos(a) if row_is_key else -math.sin(a) for a in angles]
-        wanted = math.log(sum(map(math.exp, logits)))
-        # A GPU multiplies rotated rows in float16: each has half an ulp, 2^-11 of itself.
-        rounding = 1e-5 if target.backend == "cpu" else 2.0**-10
-        assert lse[row].tolist() == pytest.approx([wanted, wanted], abs=rounding)
+def test_slopes_of_heads_that_are_no_power_of_two():
+    """Kernels are compared with these by every case of ALiBi."""
+    assert alibi_slopes(6).tolist() == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
 
 
 def test_very_negative_logits_of_rope(target):

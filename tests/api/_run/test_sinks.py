@@ -5,43 +5,16 @@ import dataclasses
 import pytest
 import torch
 from planned_cases import check_run, planned
-from preflash.testing import Case, MaskKind, Sinks, build, reference, runner
-from preflash.testing.comparison import compare
+from preflash.testing import Case, MaskKind, build, reference, runner
 
 HEADS = 4
 RAGGED = Case("ragged", (33, 5), (40, 90), HEADS, 2, 64)
 BASES = {"log2": 1.4426950408889634, "ln": 1.0}
 every_split = pytest.mark.parametrize("split", [None, 64])
-EMPTY = {
-    "no_keys": Case("no_keys", (5, 70), (0, 0), 4, 2, 64),
-    "before_the_first_key": Case("longer_q", (90,), (33,), 4, 2, 128, mask=MaskKind.CAUSAL),
-    "masked": Case("masked", (40,), (300,), 4, 2, 128, mask=MaskKind.CUSTOM),
-}
 
 
 def values(device) -> torch.Tensor:
     return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
-
-
-@every_split
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("case", EMPTY.values(), ids=EMPTY)
-def test_rows_without_keys(target, case, page_size, split):
-    """Output exactly 0, and the sink alone in the LSE; -inf where the sink is -inf."""
-    case = dataclasses.replace(case, page_size=page_size, fixed_split_size=split)
-    inputs = build(dataclasses.replace(case, sinks=Sinks.MIXED), device=target.device)
-    inputs.sinks[0] = 0.75
-    if case.mask is MaskKind.CUSTOM:
-        inputs.custom_mask.view(*case.qo_lens, *case.kv_lens)[7:] = False
-        inputs.masks[0][7:] = False
-    wrapper, expected = runner.planned(inputs, backend=target.backend), reference(inputs)
-    assert bool(expected.empty.any())
-    for base, unit in BASES.items():
-        out, lse = runner.run(wrapper, inputs, lse_base=base)
-        assert bool((out[expected.empty] == 0).all())
-        alone = (inputs.sinks * unit).expand(lse.shape)[expected.empty]
-        torch.testing.assert_close(lse[expected.empty], alone, rtol=3e-7, atol=1e-6)
-        compare(out, lse, expected, lse_base=base).check()
 
 
 @every_split
