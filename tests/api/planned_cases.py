@@ -60,17 +60,6 @@ def bounds_of(inputs: Inputs) -> dict:
     return {"seq_lens": lens, "lengths_are_upper_bounds": True}
 
 
-def refused(says: str, call, *arguments, error=ValueError, **options) -> None:
-    """Requires an error of a call whose message matches."""
-    with pytest.raises(error, match=says):
-        call(*arguments, **options)
-
-
-def all_refused(says: str, calls) -> None:
-    for call in calls:
-        refused(says, call)
-
-
 def mistakes(*rows) -> list:
     """Returns parameters (argument, value, error, says) of rows (argument, error, *values).
 

@@ -10,8 +10,8 @@ import numpy as np
 import preflash
 import pytest
 import torch
-from planned_cases import refused
 from preflash.testing import runner
+from refusals import refused
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 16
 SHAPE = (HEADS, HEADS, HEAD_DIM)

@@ -8,8 +8,9 @@ import preflash
 import pytest
 import torch
 from changed_tensors import fake, freed, freed_view, meta, negative, resized
-from planned_cases import PAGED_ARRAYS, check_run, plan_arguments, planned, refused
+from planned_cases import PAGED_ARRAYS, check_run, plan_arguments, planned
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.nn import UninitializedParameter
 from torch.testing._internal.two_tensor import TwoTensor

@@ -13,8 +13,9 @@ import preflash
 import pytest
 import torch
 from changed_tensors import misaligned, strided, wide_rows
-from planned_cases import check_run, mistakes, plan_arguments, planned, refused, spoil, unplanned
+from planned_cases import check_run, mistakes, plan_arguments, planned, spoil, unplanned
 from preflash.testing import Case, MaskKind, build, oracle, poison, reference, runner
+from refusals import refused
 
 REFUSED = (ValueError, TypeError)
 EITHER = (ValueError, TypeError, NotImplementedError)

@@ -11,9 +11,10 @@ import preflash
 import pytest
 import torch
 from changed_tensors import freed, meta
-from planned_cases import all_refused, check_run, plan_arguments, planned, refused, unplanned
+from planned_cases import check_run, plan_arguments, planned, unplanned
 from preflash.testing import Case, MaskKind, Position, build, compare, poison, reference, runner
 from preflash.testing.oracle import Pipeline
+from refusals import all_refused, refused
 
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
 ALIBI = dataclasses.replace(CASE, position=Position.ALIBI)

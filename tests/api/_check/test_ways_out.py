@@ -14,8 +14,8 @@ from typing import NamedTuple
 import preflash
 import pytest
 import torch
-from planned_cases import refused
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 
 PAGED = Case("paged", (33, 5), (40, 90), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = Case("ragged", (33, 5), (40, 90), 8, 2, 64, mask=MaskKind.CAUSAL)

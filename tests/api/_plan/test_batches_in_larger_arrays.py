@@ -8,8 +8,9 @@ import math
 import preflash
 import pytest
 import torch
-from planned_cases import check_run, plan_decode, planned, refused, tensors, unplanned
+from planned_cases import check_run, plan_decode, planned, tensors, unplanned
 from preflash.testing import Case, MaskKind, build, poison, runner
+from refusals import refused
 
 BEFORE, AFTER = 3, 5
 RAGGED = Case("ragged", (9, 0, 33, 1), (40, 7, 90, 0), 4, 2, 64, mask=MaskKind.CAUSAL)

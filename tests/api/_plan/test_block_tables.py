@@ -7,8 +7,9 @@ import preflash
 import pytest
 import torch
 from graph_stage import capture
-from planned_cases import bounds_of, check_run, plan_decode, refused
+from planned_cases import bounds_of, check_run, plan_decode
 from preflash.testing import Case, MaskKind, Position, build, runner
+from refusals import refused
 from wrapper_options import hints
 
 NO_PAGE = 2**31 - 1

@@ -9,9 +9,10 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import plan_decode, refused, table
+from planned_cases import plan_decode, table
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
+from refusals import refused
 from test_interrupts import interrupted
 
 PAGED = Case("paged", (), (), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from planned_cases import planned, refused, tensors
+from planned_cases import planned, tensors
 from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 
 OLD = Case("old", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 # More requests and more tiles, so that the old plan's buffer is too small for its work list.

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import check_run, planned, refused
+from planned_cases import check_run, planned
 from preflash.testing import Case, MaskKind, Position, runner
+from refusals import refused
 
 # 17 tokens of prefix, two items between delimiters; 12, some of them before the queries.
 IN_ITEMS = [[*range(17), *range(19), 0], [*range(9), *range(5), 0, 0, 3]]

@@ -10,8 +10,9 @@ from concurrent import futures
 import preflash
 import pytest
 import torch
-from planned_cases import refused, table
+from planned_cases import table
 from preflash.testing import build, runner
+from refusals import refused
 from test_interrupts import MANY, MORE  # 17000 pages and more
 
 FEW = dataclasses.replace(MANY, name="few", kv_lens=(9, 11))  # few enough for the work list

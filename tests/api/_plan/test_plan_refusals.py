@@ -9,8 +9,9 @@ import preflash
 import pytest
 import torch
 from changed_tensors import meta, strided
-from planned_cases import mistakes, plan_arguments, refused, spoil, unplanned
+from planned_cases import mistakes, plan_arguments, spoil, unplanned
 from preflash.testing import Case, MaskKind, runner
+from refusals import refused
 from wrapper_options import hints
 
 PAGED = Case("paged", (37, 11), (54, 29), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)

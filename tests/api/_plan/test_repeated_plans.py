@@ -9,18 +9,10 @@ import weakref
 import pytest
 import torch
 from changed_tensors import freed, meta, negative, short_view, strided
-from planned_cases import (
-    bounds_of,
-    check_run,
-    plan_decode,
-    planned,
-    refused,
-    table,
-    tensors,
-    unplanned,
-)
+from planned_cases import bounds_of, check_run, plan_decode, planned, table, tensors, unplanned
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 from wrapper_options import hints
 
 PAGED = Case("paged", (3, 0, 9), (40, 0, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)

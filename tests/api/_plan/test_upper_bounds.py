@@ -6,10 +6,11 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import bounds_of, check_run, plan_decode, refused, table
+from planned_cases import bounds_of, check_run, plan_decode, table
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
+from refusals import refused
 from wrapper_options import hints
 
 BOUNDS = (300, 90, 7, 0, 130)

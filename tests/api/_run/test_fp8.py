@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 from dims_and_singles import SINGLE
-from planned_cases import check_run, planned, refused
+from planned_cases import check_run, planned
 from preflash.testing import Case, MaskKind, build, reference, runner
+from refusals import refused
 from test_cases import DTYPES
 
 HALF, BFLOAT = torch.float16, torch.bfloat16

@@ -6,8 +6,9 @@ import preflash
 import pytest
 import torch
 from fuzz import fmha_problems
-from planned_cases import planned, refused, tensors
+from planned_cases import planned, tensors
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 
 HEADS, HEAD_DIM = 4, 64
 CASE = Case("apart", (200, 3, 0, 70), (300, 90, 7, 70), HEADS, HEADS, HEAD_DIM,

@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 from changed_tensors import freed, meta, misaligned, negative, wide_rows
-from planned_cases import planned, refused, tensors
+from planned_cases import planned, tensors
 from preflash import _core
 from preflash._check import torch_modes
 from preflash.testing import Case, KvForm, MaskKind, build, runner
+from refusals import refused
 from torch.autograd import forward_ad
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)

@@ -12,8 +12,9 @@ import pytest
 import torch
 import wrapper_options
 from graph_stage import Limits, Stage, capture
-from planned_cases import all_refused, check_run, plan_decode, refused, tensors
+from planned_cases import check_run, plan_decode, tensors
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import all_refused, refused
 
 PAGED = Case("paged", (9, 3), (700, 90), 4, 2, 64, page_size=16, fixed_split_size=64)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
