@@ -7,7 +7,7 @@ import preflash
 import pytest
 import torch
 from graph_stage import capture
-from planned_cases import bounds_of, check_run, plan_decode
+from planned_cases import bounds_of, check_run
 from preflash.testing import Case, MaskKind, Position, build, runner
 from refusals import refused
 from wrapper_options import hints
@@ -71,20 +71,6 @@ def test_a_run_reads_pages(target):
     table[0, 2] = free
     result = runner.run(wrapper, inputs)
     runner.compare(build(CASE, device=target.device), *result).check()
-
-
-def test_decode_and_upper_bounds(target):
-    """Plans a decode step as an engine does that runs ahead of its lengths."""
-    case = dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1))
-    inputs = build(case, device=target.device)
-    longer = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)  # 8 pages, 128 keys each
-    last = torch.full((4,), 16, dtype=torch.int32)
-    table = table_of(inputs)
-    make = preflash.BatchDecodeWithPagedKVCacheWrapper
-    wrapper = make(runner.workspace(target.device), backend=target.backend)
-    given = dataclasses.replace(inputs, kv_indptr=longer, indices=table, last_page_len=last)
-    plan_decode(wrapper, given, block_tables=table, **bounds_of(inputs))
-    check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [((), 0), ((), 4), ((3, 1), 0)])

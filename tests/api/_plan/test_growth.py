@@ -69,6 +69,7 @@ class Server:
             self.wrapper.run(q, layer, out=out)
         self.wrapper.run(q, layer, return_lse=True)
         self.wrapper.run(q, layer, window_left=self.random.randint(-1, 5))
+        self.wrapper.forward(q, layer, sm_scale=self.random.random())  # is remembered
 
     def wrapper_comes_and_goes(self) -> None:
         make = preflash.BatchPrefillWithPagedKVCacheWrapper

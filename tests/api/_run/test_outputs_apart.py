@@ -6,7 +6,7 @@ import preflash
 import pytest
 import torch
 from fuzz import fmha_problems
-from planned_cases import planned, tensors
+from planned_cases import planned
 from preflash.testing import Case, MaskKind, build, runner
 from refusals import refused
 
@@ -63,40 +63,36 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("says", SHARED)
-@pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
-def test_shared_outputs(target, case, says):
-    """run() refuses shared outputs in a first call, and after calls that it remembers."""
+def inside(name: str):
+    """Returns a change that puts q, k or v into the workspace."""
+    return lambda x, workspace: {name: on(workspace, getattr(x, name)).copy_(getattr(x, name))}
+
+
+IN_WORKSPACE = {
+    f"float_workspace_buffer shares memory with {name},": [inside(name)] for name in "qkv"
+}
+ROWS = [(CASE, *row) for row in SHARED.items()]
+ROWS += [(SPLIT, *row) for row in (SHARED | IN_WORKSPACE).items()]
+
+
+@pytest.mark.parametrize(("case", "says", "places"), ROWS)
+def test_shared_memory(target, case, says, places):
+    """run() refuses shared memory in a first call, and after calls that it remembers."""
     inputs = build(case, device=target.device)
     workspace = runner.workspace(target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, buffer=workspace)
     positional, options = runner.plan_arguments(inputs)
     assert (wrapper.workspace_size(*positional, **options)[0] > 0) == (case is SPLIT)
-    for place in SHARED[says]:
+    for place in places:
         runner.plan(wrapper, inputs)
         given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **place(inputs, workspace)}
-        before = [t.clone().view(torch.uint8) for t in given.values()]
         for _ in range(3):
+            before = [t.clone().view(torch.uint8) for t in given.values()]
             refused(says, wrapper.run, **given)
-            if "workspace" not in says:
-                after = [t.view(torch.uint8) for t in given.values()]
-                assert all(map(torch.equal, before, after))
+            assert all(map(torch.equal, before, (t.view(torch.uint8) for t in given.values())))
             out = torch.empty_like(inputs.q)
             wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
             runner.compare(inputs, out, None).check()
-
-
-def test_inputs_in_the_workspace_of_a_split(target):
-    inputs = build(SPLIT, device=target.device)
-    workspace = runner.workspace(target.device)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, buffer=workspace)
-    runner.plan(wrapper, inputs)
-    given = dict(zip("qkv", tensors(inputs), strict=True))
-    for name, tensor in given.items():
-        inside = on(workspace, tensor).copy_(tensor)
-        says = f"float_workspace_buffer shares memory with {name},"
-        refused(says, wrapper.run, **{**given, name: inside})
-        assert torch.equal(inside.view(torch.int16), tensor.view(torch.int16))
 
 
 @pytest.mark.parametrize("split", [0, 64])

@@ -309,21 +309,10 @@ def refuses_runs(inputs, wrapper) -> None:
 
 
 def test_a_work_list_of_another_wrapper(target):
-    """One float workspace stays allowed. Engines pass one wrapper's int workspace to another."""
-    shared, floats = (runner.workspace(target.device, n << 20) for n in (1, 64))
+    """Engines pass one wrapper's int workspace to another."""
     a, b = inputs_of(target, 0), inputs_of(target, 1, qo_lens=(40, 1), kv_lens=(33, 1500))
-    first = with_int_workspace(target, a, shared, floats)
-    call_all(runs_of(first, a))
-    second = with_int_workspace(target, b, shared, floats)
-    # Engines that share one plan each wrapper before its run().
-    for _ in range(3):
-        refuses_runs(a, first)
-        check_run(b, second)
-        runner.plan(first, a)
-        check_run(a, first)
-        refuses_runs(b, second)
-        runner.plan(second, b)
     owner = runner.planned(a, backend=target.backend)
+    call_all(runs_of(owner, a))
     second = with_int_workspace(target, b, owner._int_workspace_buffer)
     refuses_runs(a, owner)
     runner.plan(owner, a)  # into memory of its own again
@@ -333,14 +322,22 @@ def test_a_work_list_of_another_wrapper(target):
 
 @pytest.mark.parametrize("shift", [0, 16, 256, 1 << 19])
 def test_int_workspaces_that_overlap(target, shift):
-    memory = runner.workspace(target.device, 2 << 20)
+    """One float workspace stays allowed. Engines that share both plan before each run()."""
+    memory, floats = (runner.workspace(target.device, n << 20) for n in (2, 64))
     a, b = inputs_of(target, 0), inputs_of(target, 1)
     for order in (1, -1):
         parts = (memory[: 1 << 20], memory[shift : shift + (1 << 20)])[::order]
-        first = with_int_workspace(target, a, parts[0])
-        second = with_int_workspace(target, b, parts[1])
-        (refuses_runs if shift < first._plan_info.int_bytes else check_run)(a, first)
-        check_run(b, second)
+        first = with_int_workspace(target, a, parts[0], floats)
+        call_all(runs_of(first, a))
+        second = with_int_workspace(target, b, parts[1], floats)
+        check_other = refuses_runs if shift < first._plan_info.int_bytes else check_run
+        for _ in range(2):
+            check_other(a, first)
+            check_run(b, second)
+            runner.plan(first, a)
+            check_run(a, first)
+            check_other(b, second)
+            runner.plan(second, b)
 
 
 def test_a_wrapper_that_is_gone_has_no_claim(target):
