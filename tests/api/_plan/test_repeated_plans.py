@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import random
 import weakref
 
@@ -55,12 +56,10 @@ OPTIONS = (
     {}, {}, {"window_left": 5}, {"sm_scale": 0.3}, {"logits_soft_cap": 8.0}, {"causal": False},
     {"disable_split_kv": True}, {"fixed_split_size": 16}, {"pos_encoding_mode": "ROPE_LLAMA"},
 )  # fmt: skip
-RUNS = [("run", {}), ("run", {"window_left": 9}), ("run", {"k_scale": 0.5})] + [
-    ("forward", {"causal": causal, "sm_scale": scale})
-    for causal in (False, True)
-    for scale in (None, 0.2)
-]
-RUNS.append(("forward", {"causal": True, "pos_encoding_mode": "ALIBI"}))
+RUNS = [("run", {}), ("run", {"window_left": 9}), ("run", {"k_scale": 0.5}),
+        *(("forward", {"causal": causal, "sm_scale": scale})
+          for causal in (False, True) for scale in (None, 0.2)),
+        ("forward", {"causal": True, "pos_encoding_mode": "ALIBI"})]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
@@ -121,7 +120,6 @@ def test_options_of_forward_are_read_in_every_call(target):
 
 # --- Arguments that C++ does not plan by itself, or refuses -------------------
 
-
 UNUSUAL = {
     "list": torch.Tensor.tolist,
     "none": lambda value: None,
@@ -143,6 +141,11 @@ UNUSUAL = {
 }
 ARRAYS = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
 OF_LENGTHS = {"falling": "kv_indptr", "larger": "last_page_len"}
+CHANGED = [
+    pytest.param(name, change, {}, id=f"{kind} {name}")
+    for name, (kind, change) in itertools.product(ARRAYS, UNUSUAL.items())
+    if OF_LENGTHS.get(kind, name) == name
+]
 LENS = ints(*PAGED.kv_lens)
 # Options of plan(); a function makes seq_lens of those of the plan before.
 WRONG_OPTIONS = {
@@ -156,6 +159,9 @@ WRONG_OPTIONS = {
 
 def same(value):
     return value
+
+
+CHANGED += [pytest.param("indices", same, *row, id=name) for name, *row in WRONG_OPTIONS.items()]
 
 
 def end_of(target, array, change, options, *, repeated: bool):
@@ -179,13 +185,13 @@ def end_of(target, array, change, options, *, repeated: bool):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ARRAYS)
-def test_unusual_arrays(target, name):
+@pytest.mark.parametrize(("array", "change", "options"), CHANGED)
+def test_unusual_arguments(target, array, change, options):
     """Served or refused as in a first plan(); a refused one changes nothing."""
-    for kind, change in UNUSUAL.items():
-        if OF_LENGTHS.get(kind, name) == name:
-            ends = [end_of(target, name, change, {}, repeated=n) for n in (False, True)]
-            assert ends[0] == ends[1], kind
+    ends = [end_of(target, array, change, options, repeated=n) for n in (False, True)]
+    assert ends[0] == ends[1]
+    if options:
+        assert next(iter(options)) in ends[0][1]
 
 
 @pytest.mark.parametrize("hint", ["max_token_per_sequence", "max_sequence_kv", "uniform_q_len"])
@@ -196,14 +202,6 @@ def test_hints_of_repeated_plans(target, hint):
     for _ in range(2):
         runner.plan(wrapper, same, **{hint: value})
     refused(f"{hint}={value}", runner.plan, wrapper, longer, **{hint: value})
-
-
-@on_the_cpu
-@pytest.mark.parametrize("options", WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
-def test_wrong_options(target, options):
-    ends = [end_of(target, "indices", same, options, repeated=n) for n in (False, True)]
-    assert ends[0] == ends[1]
-    assert next(iter(options)) in ends[0][1]
 
 
 def test_a_mask_that_changes_in_place(target):
@@ -287,29 +285,30 @@ def test_replaced_plans_are_freed(target):
 # --- Decode ------------------------------------------------------------------
 
 
-def test_an_option_that_is_left_out_again():
-    wrapper, inputs = decode_wrapper(), of_decode((40, 7, 64))
-    for options in ({"window_left": 5}, {"window_left": 5}, {}):
-        plan_decode(wrapper, inputs, **options)
-    check_run(inputs, wrapper)
+QUERIES = {"qo_lens": (2, 2, 2), "mask": MaskKind.CAUSAL}
 
 
 @pytest.mark.parametrize("bounds", [False, True])
 def test_decode_with_other_queries_after_a_repeated_plan(bounds):
     """run(q_len_per_req=) plans the arrays of the last plan() again, also of a repeated one, and
     reads its lengths."""
-    wrapper = decode_wrapper()
-    wanted = of_decode((18, 90, 33), 1, qo_lens=(2, 2, 2), mask=MaskKind.CAUSAL)
+    wrapper, wanted = decode_wrapper(), of_decode((18, 90, 33), 1, **QUERIES)
     for inputs in (of_decode((5,)), of_decode((40, 7, 64)), wanted, wanted):
         plan_decode(wrapper, inputs, **bounds_of(inputs) if bounds else {})
     check_run(wanted, wrapper, q_len_per_req=2)
 
 
-def test_repeated_plans_of_several_queries():
-    wrapper = decode_wrapper()
-    for seed, lens in enumerate(((40, 7, 64), (18, 90, 33), (2, 5, 6))):
-        inputs = of_decode(lens, seed, qo_lens=(2, 2, 2), mask=MaskKind.CAUSAL)
-        wrapper.begin_forward(*table(inputs), *SMALL, q_data_type=DECODE.dtype, q_len_per_req=2)
+def test_other_options_in_repeated_plans_of_decode():
+    """An option that is left out again, and several queries."""
+    wrapper, one = decode_wrapper(), of_decode((40, 7, 64))
+    plan_decode(wrapper, one, window_left=5)
+    plan_decode(wrapper, one, window_left=5)
+    for lens, options, more in (
+        ((40, 7, 64), {}, {}),
+        *((lens, QUERIES, {"q_len_per_req": 2}) for lens in ((18, 90, 33), (2, 5, 6), (40, 7, 64))),
+    ):
+        inputs = of_decode(lens, **options)
+        plan_decode(wrapper, inputs, **more)
         check_run(inputs, wrapper)
 
 
