@@ -3,40 +3,34 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 
 import preflash
 import pytest
 import torch
+from fuzz.guarded import GivenOutputs
+from fuzz.problems import Brought
 from planned_cases import check_run, plan_decode, planned, tensors, unplanned
 from preflash.testing import Case, MaskKind, build, poison, runner
 from refusals import refused
 
-BEFORE, AFTER = 3, 5
+PADDING = 3
 RAGGED = Case("ragged", (9, 0, 33, 1), (40, 7, 90, 0), 4, 2, 64, mask=MaskKind.CAUSAL)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
-TOKENS = dataclasses.replace(RAGGED, name="page1", page_size=1)
-CASES = pytest.mark.parametrize("case", [RAGGED, PAGED, TOKENS], ids=lambda case: case.name)
+CASES = [
+    RAGGED,
+    dataclasses.replace(RAGGED, page_size=1),
+    dataclasses.replace(RAGGED, fixed_split_size=32),
+    dataclasses.replace(PAGED, mask=MaskKind.CUSTOM),
+    dataclasses.replace(PAGED, dtype=torch.float8_e4m3fn),
+]
 
 
-def padded(rows: torch.Tensor, before: int = BEFORE, after: int = AFTER) -> torch.Tensor:
+def padded(rows: torch.Tensor, before: int = PADDING) -> torch.Tensor:
     """Returns the rows between others that hold NaN."""
-    ends = [poison((n, *rows.shape[1:]), rows.dtype, rows.device) for n in (before, after)]
+    ends = [poison((n, *rows.shape[1:]), rows.dtype, rows.device) for n in (before, PADDING)]
     return torch.cat([ends[0], rows, ends[1]])
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
-
-
-def given_outputs(q, case, layout: str) -> dict:
-    """Makes poisoned outputs, as options of run()."""
-    shape = (q.shape[0], case.num_qo_heads)
-    shape_of_lse = shape if layout == "NH" else shape[::-1]
-    return {
-        "out": poison((*shape, case.dim_vo), case.dtype_o, q.device),
-        "lse": poison(shape_of_lse, torch.float32, q.device),
-    }
 
 
 @contextlib.contextmanager
@@ -50,70 +44,48 @@ def poisoned_memory():
         torch.use_deterministic_algorithms(False)
 
 
-def check_rows(inputs, wrapper, q, kv, before: int) -> None:
-    """Checks the rows of requests, and those of no request: they are untouched in the caller's
-    outputs, 0 and -inf in new ones."""
-    inputs.variant = wrapper.variant  # whose products may be of 8 bits
-    own = torch.zeros(q.shape[0], dtype=torch.bool, device=q.device)
-    own[before : before + inputs.q.shape[0]] = True
-    for layout in ("NH", "HN"):
-        options = {"return_lse": True, "lse_layout": layout}
-        given = wrapper.run(q, *kv, **given_outputs(q, inputs.case, layout), **options)
-        with poisoned_memory():
-            new = wrapper.run(q, *kv, **options)
-            alone = wrapper.run(q, *kv)
-        assert same_bits(alone, new[0])
-        given, new = ((out, lse if layout == "NH" else lse.t()) for out, lse in (given, new))
-        for out, lse in (given, new):
-            runner.compare(inputs, out[own], lse[own]).check()
-        for written in given:
-            foreign = written[~own]
-            assert same_bits(foreign, poison(foreign.shape, foreign.dtype, foreign.device))
-        for written, blank in zip(new, (0.0, -math.inf), strict=True):
-            assert torch.all(written[~own].float() == blank)
-
-
-IN_THE_MIDDLE = [
-    dataclasses.replace(RAGGED, fixed_split_size=32),
-    dataclasses.replace(PAGED, mask=MaskKind.CUSTOM),
-    dataclasses.replace(PAGED, dtype=torch.float8_e4m3fn),
-    TOKENS,
-]
-
-
-@pytest.mark.parametrize("case", IN_THE_MIDDLE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_indptr_may_start_anywhere(target, case, monkeypatch):
-    """An engine plans the prefills of a batch and hands over the arrays of the whole batch. The
-    fuzzer draws other batches, and longer masks."""
+    """An engine plans the prefills of a batch and hands over the arrays of the whole batch: rows of
+    no request are untouched in its outputs, 0 and -inf in new ones. The fuzzer draws other batches,
+    and longer masks."""
     monkeypatch.setenv("PREFLASH_DEBUG", "1")  # foreign pages are not checked even then
     inputs, wrapper = unplanned(case, target)
     kv = (inputs.cache,) if case.paged else (padded(inputs.k), padded(inputs.v))
     for where in sorted({"cpu", target.device}):
         arrays = ("qo_indptr", "kv_indptr")
-        later = {name: (getattr(inputs, name) + BEFORE).to(where) for name in arrays}
+        later = {name: (getattr(inputs, name) + PADDING).to(where) for name in arrays}
         if case.paged:
             # Entries before the first request may be anything: pages outside of the pool.
             foreign = torch.tensor([10**6, -1, 2**31 - 1], dtype=torch.int32)
             later["indices"] = torch.cat([foreign, inputs.indices.cpu(), foreign]).to(where)
             later["last_page_len"] = inputs.last_page_len.to(where)
         runner.plan(wrapper, dataclasses.replace(inputs, **later))
-        for after in (0, AFTER):
-            check_rows(inputs, wrapper, padded(inputs.q, after=after), kv, BEFORE)
+        inputs.variant = wrapper.variant  # whose products may be of 8 bits
+        for brought, layout in itertools.product(
+            (Brought.ABSENT, Brought.CONTIGUOUS), ("NH", "HN")
+        ):
+            given = GivenOutputs(inputs, layout, PADDING, out=brought, lse=brought)
+            options = {"out": given.out, "lse": given.lse, "lse_layout": layout}
+            with poisoned_memory():
+                returned = wrapper.run(padded(inputs.q), *kv, return_lse=True, **options)
+            result = given.settle(returned, with_lse=True)
+            assert result.failures == []
+            runner.compare(inputs, result.out, result.lse).check()
 
 
-@CASES
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
 def test_padded_q(target, case):
     """CUDA-graph buckets: q has more rows than the plan, which serves q without padding too."""
     inputs, wrapper = planned(case, target)
-    q, (_, *kv) = padded(inputs.q, before=0), tensors(inputs)
-    check_rows(inputs, wrapper, q, kv, before=0)
+    (rows, heads, _), (_, *kv) = inputs.q.shape, tensors(inputs)
+    q = padded(inputs.q, before=0)
+    lse = torch.zeros(len(q), heads, device=target.device)
+    runner.compare(inputs, wrapper.run(q, *kv)[:rows], None).check()
     check_run(inputs, wrapper)
-    rows = inputs.q.shape[0]
     refused(r"q has shape .*at least qo_indptr\[-1\]", wrapper.run, q[: rows - 1], *kv)
-    for which in ("out", "lse"):
-        outputs = given_outputs(q, case, "NH")
-        outputs[which] = outputs[which][:rows]
-        refused(f"^{which} has shape", wrapper.run, q, *kv, **outputs)
+    refused("^out has shape", wrapper.run, q, *kv, out=q[:rows].clone(), lse=lse)
+    refused("^lse has shape", wrapper.run, q, *kv, out=q.clone(), lse=lse[:rows])
 
 
 def test_rows_of_no_request_in_one_call(target):
