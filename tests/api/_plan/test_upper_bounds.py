@@ -5,6 +5,7 @@ import dataclasses
 import preflash
 import pytest
 import torch
+from fuzz.altered_inputs import with_bounds
 from graph_stage import Limits, Stage, capture
 from planned_cases import bounds_of, check_run, plan_decode, table
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
@@ -143,7 +144,6 @@ def test_outputs_lie_apart_from_the_lengths(target):
 
 # --- Other wrappers ----------------------------------------------------------
 
-
 SIZES = (4, 2, 64, 16)
 
 
@@ -151,26 +151,23 @@ SIZES = (4, 2, 64, 16)
 def test_prefill_beside_decode(target, kind):
     """The decode side of one prefill, and both sides of batches."""
     prefill = dataclasses.replace(PAGED, qo_lens=(70, 9), kv_lens=(200, 40))
-    decode = dataclasses.replace(DECODE, num_qo_heads=4)
+    if kind == "POD":
+        prefill = dataclasses.replace(RAGGED, qo_lens=(70,), kv_lens=(200,))
+    decode = dataclasses.replace(DECODE, num_qo_heads=4, mask=MaskKind.NONE)
     p, d = (build(case, device=target.device) for case in (prefill, decode))
     make = getattr(preflash, f"{kind}WithPagedKVCacheWrapper")
     pod = make(runner.workspace(target.device), backend=target.backend)
     lens_p, lens_d = (bounds_of(x)["seq_lens"] for x in (p, d))
     options = {"q_data_type": DECODE.dtype, "lengths_are_upper_bounds": True}
     if kind == "POD":
-        plan_decode(pod, d, **options, seq_lens=lens_d)
-        given = p.request(0)
-        d, expected_d = now(d, lens_d, RUNS[3])
-        expected_p = attend(given.q, given.k, given.v, p.pipeline)
-        got = pod.run(given.q, given.k, given.v, d.q, d.cache, causal_p=True, return_lse_d=True)
-        got = ((got[0], None), got[1])
+        plan_decode(pod, with_bounds(d), **options, seq_lens=lens_d)
+        got = pod.run_return_lse(p.q, p.k[:200], p.v[:200], d.q, d.cache, causal_p=True)
     else:
-        arrays = [array for x in (p, d) for array in (x.qo_indptr, *table(x))]
+        arrays = [x for y in map(with_bounds, (p, d)) for x in (y.qo_indptr, *table(y))]
         pod.plan(*arrays, *SIZES, **options, seq_lens_p=lens_p, seq_lens_d=lens_d)
-        (p, expected_p), (d, expected_d) = now(p, lens_p, (133, 2)), now(d, lens_d, RUNS[3])
         got = pod.run(p.q, p.cache, d.q, d.cache, causal_p=True, return_lse=True)
-    runner.compare(p, *got[0], expected_p).check()
-    runner.compare(d, *got[1], expected_d).check()
+    for inputs, result in zip((p, d), got, strict=True):
+        runner.compare(inputs, *result).check()
 
 
 @pytest.mark.parametrize("as_table", [False, True])
@@ -194,18 +191,16 @@ def test_a_shared_prefix(target, kind):
     case = dataclasses.replace(like, num_qo_heads=4, mask=MaskKind.NONE)
     inputs = build(case, device=target.device)
     make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
-    wrapper, bounds = make(runner.workspace(target.device)), bounds_of(inputs)
-    arrays = (inputs.qo_indptr, *table(inputs)) if kind == "Prefill" else table(inputs)
-    dtype = {f"{'q_' * (kind == 'Prefill')}data_type": case.dtype}
-    wrapper.begin_forward(*arrays, *SIZES, **dtype, **bounds)
+    wrapper, given = make(runner.workspace(target.device)), with_bounds(inputs)
+    arrays, dtype = table(given), {"data_type": case.dtype}
+    if kind == "Prefill":
+        arrays, dtype = (given.qo_indptr, *arrays), {"q_data_type": case.dtype}
+    wrapper.begin_forward(*arrays, *SIZES, **dtype, **bounds_of(inputs))
     k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
-    given, _ = now(inputs, bounds["seq_lens"], RUNS[3])
-    out = wrapper.forward(given.q, k, v, given.cache)
-    parts = []
-    for i, length in enumerate(RUNS[3]):
-        one = inputs.request(i)
-        keys, values = torch.cat([k, one.k[:length]]), torch.cat([v, one.v[:length]])
-        parts.append(attend(one.q, keys, values, inputs.pipeline))
-    expected = concatenate(parts)
+    out = wrapper.forward(inputs.q, k, v, inputs.cache)
+    expected = concatenate([
+        attend(one.q, torch.cat([k, one.k]), torch.cat([v, one.v]), inputs.pipeline)
+        for one in map(inputs.request, range(case.batch_size))
+    ])  # fmt: skip
     expected.spread = expected.spread + 2 * expected.out.abs()  # roundings of the merge
-    runner.compare(given, out, None, expected).check()
+    runner.compare(inputs, out, None, expected).check()
