@@ -132,7 +132,7 @@ SINKS = [
      for shape in ((3,), (5,), (1, 4))), [torch.zeros(8)[::2], r"^sinks .*\(2,\).* contiguous"]),
     ("sinks", TypeError, [[torch.zeros(4)], "^sinks must be a torch.Tensor; got list"],
      [torch.zeros(4).half(), "^sinks is torch.float16; must be torch.float32"]),
-    ("sinks", NotImplementedError, [lambda _: torch.zeros(4).requires_grad_(), "requires grad"]),
+    ("sinks", NotImplementedError, [torch.zeros(4).requires_grad_(), "requires grad"]),
 ]  # fmt: skip
 COMMON_RUN = [
     ("q", TypeError, None, half),
