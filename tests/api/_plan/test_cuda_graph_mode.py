@@ -9,11 +9,11 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
+from interrupts import interrupted
 from planned_cases import plan_decode, table
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 from refusals import refused
-from test_interrupts import interrupted
 
 PAGED = Case("paged", (), (), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)

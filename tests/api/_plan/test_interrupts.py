@@ -5,10 +5,10 @@ import copy
 import dataclasses
 import functools
 import pickle
-import sys
 
 import pytest
 import torch
+from interrupts import interrupted
 from planned_cases import planned, tensors
 from preflash._device import backends
 from preflash.testing import Case, MaskKind, build, runner
@@ -22,46 +22,6 @@ SHORT = dataclasses.replace(OLD, qo_lens=(3,) * 20, kv_lens=(20,) * 20)
 # Page indices so many that they have memory of their own; see test_page_lists.py.
 MANY = Case("many", (2, 3), (9000, 8000), 2, 1, 64, page_size=1, mask=MaskKind.CAUSAL)
 MORE = dataclasses.replace(MANY, qo_lens=(1, 4, 2), kv_lens=(20_000, 7, 20_000))
-
-
-class _InterruptError(BaseException):
-    """Stands in for KeyboardInterrupt; only these tests raise it."""
-
-
-def interrupt_at(step: int, reached: list[bool]):
-    """Returns a trace function that raises before the step-th bytecode of preflash."""
-    left = step
-
-    def trace(frame, event, argument):
-        nonlocal left
-        if "preflash" not in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        if event == "opcode":
-            if left <= 0:
-                reached.append(True)
-                raise _InterruptError
-            left -= 1
-        return trace
-
-    return trace
-
-
-def interrupted(call, step: int) -> bool:
-    """Runs the call; true if it reached its step-th bytecode, where it was interrupted. The
-    interpreter drops what is raised in a generator that it closes: then the call goes on."""
-    reached: list[bool] = []
-    before = sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # the interpreter listens before it enters the call
-    sys.settrace(interrupt_at(step, reached))
-    try:
-        call()
-    except _InterruptError:
-        pass
-    finally:
-        sys.settrace(before)
-    return bool(reached)
 
 
 def results(wrapper, inputs):
