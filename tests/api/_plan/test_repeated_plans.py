@@ -204,13 +204,18 @@ def test_hints_of_repeated_plans(target, hint):
     refused(f"{hint}={value}", runner.plan, wrapper, longer, **{hint: value})
 
 
-def test_a_mask_that_changes_in_place(target):
-    inputs, wrapper = planned(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
+@pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.PACKED], ids=lambda kind: kind.name)
+def test_a_mask_that_changes_in_place(target, kind):
+    """Each plan() reads the mask anew, and runs do not read it again."""
+    inputs, wrapper = planned(dataclasses.replace(PAGED, mask=kind), target)
+    mask = inputs.custom_mask if kind is MaskKind.CUSTOM else inputs.packed_custom_mask
     for _ in range(3):
-        inputs.custom_mask.logical_not_()
+        mask.bitwise_not_()
         inputs.masks = [~mask for mask in inputs.masks]
         runner.plan(wrapper, inputs)
+        mask.bitwise_not_()
         check_run(inputs, wrapper)
+        mask.bitwise_not_()
 
 
 def test_debugging_from_the_second_plan_on(monkeypatch):
