@@ -62,14 +62,15 @@ def test_plan_interrupted_anywhere(target, cases, given_int_buffer, plans_before
     for size, one in inputs.items():
         runner.plan(wrapper, one)
         expected[size] = results(wrapper, one)
-    ends, step = collections.Counter(), 0
-    while interrupted(functools.partial(runner.plan, wrapper := made(), new, **options), step):
+    ends, step, wrapper = collections.Counter(), 0, made()
+    while interrupted(functools.partial(runner.plan, wrapper, new, **options), step):
         size = wrapper._batch_size
         ends[size] += 1
         check_equal(wrapper, inputs[size], expected[size])
         assert wrapper._window_left == -1
         # Each bytecode would take minutes.
         step += 23 if plans_before > 1 else 7 if step > 40 else 1
+        wrapper = made()
     assert ends[old.case.batch_size] > (10 if plans_before > 1 else 20)
 
 
