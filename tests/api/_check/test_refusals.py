@@ -280,24 +280,6 @@ def test_page_indices_outside_the_pool(monkeypatch, backend):
     check_run(inputs, wrapper)
 
 
-CONSTRUCTORS = [
-    ("kv_layout", REFUSED, "NDH", None),
-    ("use_cuda_graph", EITHER, True),
-    ("float_workspace_buffer", TypeError, None, 1024),
-]
-
-
-@pytest.mark.parametrize(ROW, mistakes(*CONSTRUCTORS))
-@BOTH
-def test_constructor(target, case, argument, value, error, says):
-    inputs = build(case, device=target.device)
-    kind = type(runner.make_wrapper(case, backend="auto"))
-    options = {"float_workspace_buffer": runner.workspace(target.device), argument: value}
-    with pytest.raises(error, match=says):
-        kind(**options).plan(**plan_arguments(inputs))
-    assert kind(torch.empty(0)) is not None  # a workspace without room for splits
-
-
 @pytest.mark.gpu
 def test_tensors_on_another_device():
     inputs = build(RAGGED, device="cuda")

@@ -244,7 +244,17 @@ NAMES = [
     Row("no argument", preflash.BatchPrefillWithRaggedKVCacheWrapper,
         ("missing 1 required positional argument",), TypeError),
 ]  # fmt: skip
-ROWS = [*LAYOUTS, *PAIRS, *INT64, *BACKENDS, *NAMES]
+CONSTRUCTORS = [
+    *(Row(f"layout {layout} of {name}", functools.partial(made, name, kv_layout=layout), (says,),
+          error)
+      for name in ("Paged", "Ragged")
+      for layout, says, error in (("NDH", "kv_layout='NDH': must be one of NHD, HND", ValueError),
+                                  (None, "kv_layout must be a str", TypeError))),
+    *(Row(f"workspace {x} of {name}", functools.partial(getattr(preflash, SHORT[name]), x),
+          ("float_workspace_buffer must be a torch.Tensor",), TypeError)
+      for name in ("Paged", "Ragged") for x in (None, 1024)),
+]  # fmt: skip
+ROWS = [*CONSTRUCTORS, *LAYOUTS, *PAIRS, *INT64, *BACKENDS, *NAMES]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.id for row in ROWS])
