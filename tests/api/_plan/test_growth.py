@@ -86,15 +86,19 @@ class Server:
         except ValueError:
             assert pages[5] == -1
 
-    def windows(self) -> None:
-        """Runs one plan of 4000 keys with many windows, half of which have all keys."""
+    def windows(self, longest: int = 0) -> None:
+        """Runs one plan of 4000 keys with many windows; longest: with one that has all keys."""
         if not self.window_runs:
             pages, last = torch.arange(1000, dtype=torch.int32) % PAGES, torch.tensor([PAGE]).int()
             heads = (HEADS, KV_HEADS, HEAD_DIM, PAGE)
             self.wrapper.plan(indptr([1]), indptr([1000]), pages, last, *heads)
         self.window_runs += 1
-        for window in (self.random.randrange(4000), 2**30 + self.window_runs):
-            self.wrapper.run(self.q[:1], self.layers[0], window_left=window)
+        window = longest + self.window_runs if longest else self.random.randrange(4000)
+        self.wrapper.run(self.q[:1], self.layers[0], window_left=window)
+
+    def windows_of_all_keys(self) -> None:
+        """NOTE: other windows would evict these, which are one plan."""
+        self.windows(2**30)
 
 
 def allocated_after(step, steps: int) -> tuple[int, int]:
@@ -123,7 +127,9 @@ def check_steady(step, steps: int) -> None:
     raise AssertionError(f"{steps} steps leave {grown[0]} blocks and {grown[1]} bytes")
 
 
-@pytest.mark.parametrize("way", ["step", "wrapper_comes_and_goes", "page_lists", "windows"])
+@pytest.mark.parametrize(
+    "way", ["step", "wrapper_comes_and_goes", "page_lists", "windows", "windows_of_all_keys"]
+)
 def test_no_growth(target, way):
     server = Server(target.device, target.backend)
     if target.device == "cpu":
