@@ -1,6 +1,7 @@
 """Helpers build a case on the device of a test, plan it, and compare its run with the oracle."""
 
 import pytest
+import torch
 from preflash.testing import Case, Inputs, build, runner
 
 PAGED_ARRAYS = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
@@ -38,6 +39,25 @@ def plan_arguments(inputs: Inputs) -> dict:
     arrays = PAGED_ARRAYS if inputs.case.paged else ("qo_indptr", "kv_indptr")
     names = (*arrays, "num_qo_heads", "num_kv_heads", "head_dim", "page_size")
     return {**dict(zip(names, positional, strict=False)), **options}
+
+
+def table(inputs: Inputs) -> tuple:
+    """Returns the page table as plan() of decode wrappers takes it."""
+    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+
+
+def plan_decode(wrapper, inputs: Inputs, **options) -> None:
+    """Plans a decode batch, or the decode side of a POD wrapper."""
+    case = inputs.case
+    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    wrapper.plan(*table(inputs), *heads, **{"q_data_type": case.dtype, **options})
+
+
+def bounds_of(inputs: Inputs) -> dict:
+    """Returns the options of plan() for upper bounds: those of the case, whose number of keys runs
+    read."""
+    lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32, device=inputs.q.device)
+    return {"seq_lens": lens, "lengths_are_upper_bounds": True}
 
 
 def mistakes(*rows) -> list:

@@ -4,20 +4,27 @@ A row is an argument, the type of the error, and values that must be refused (pl
 the refusal the wrapper computes with the plan it had, and the caller's outputs are untouched.
 """
 
+import dataclasses
+import functools
 import math
 from fractions import Fraction
 
 import preflash
 import pytest
 import torch
+from changed_tensors import misaligned, strided, wide_rows
 from planned_cases import check_run, mistakes, plan_arguments, planned, spoil, unplanned
 from preflash.testing import Case, MaskKind, build, oracle, poison, reference, runner
+from refusals import refused
 
 REFUSED = (ValueError, TypeError)
 EITHER = (ValueError, TypeError, NotImplementedError)
 
 PAGED = Case("paged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
+FP8 = Case("fp8", (9, 3), (30, 5), 4, 2, 64, dtype=torch.float8_e4m3fn, page_size=16,
+           head_scales=True)  # fmt: skip
+FP8_KEYS = dataclasses.replace(FP8, name="fp8_keys", dtype=torch.float16, kv_dtype=FP8.dtype)
 BOTH = pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
 MASK_SIZE = sum(a * b for a, b in zip(PAGED.qo_lens, PAGED.kv_lens, strict=True))
 PACKED_SIZE = sum(-(-a * b // 8) for a, b in zip(PAGED.qo_lens, PAGED.kv_lens, strict=True))
@@ -46,16 +53,6 @@ def columns(t):
 
 def overlapping(t):
     return t[:1].expand(t.shape)
-
-
-def strided(t):
-    return torch.stack([t, t], -1)[..., 0]
-
-
-def misaligned(t):
-    """Copies the tensor to one element (2 bytes) off a 16-byte boundary."""
-    view = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape)
-    return view.copy_(t)
 
 
 def on_host(*numbers):
@@ -130,6 +127,13 @@ RAGGED_PLAN = [
     ("kv_indptr", ValueError, shorter, entry(2, 1)),
     ("kv_indptr", TypeError, None),
 ]
+SINKS = [
+    ("sinks", ValueError, *([torch.zeros(shape), r"^sinks .*; must be \(4,\): \[num_qo_heads\]"]
+     for shape in ((3,), (5,), (1, 4))), [torch.zeros(8)[::2], r"^sinks .*\(2,\).* contiguous"]),
+    ("sinks", TypeError, [[torch.zeros(4)], "^sinks must be a torch.Tensor; got list"],
+     [torch.zeros(4).half(), "^sinks is torch.float16; must be torch.float32"]),
+    ("sinks", NotImplementedError, [torch.zeros(4).requires_grad_(), "requires grad"]),
+]  # fmt: skip
 COMMON_RUN = [
     ("q", TypeError, None, half),
     ("q", ValueError, heads, columns, shorter, lambda t: t.flatten(1), strided, misaligned),
@@ -148,8 +152,9 @@ COMMON_RUN = [
     ("k_scale", EITHER, torch.ones(3)),
     ("v_scale", ValueError, *NUMBERS),
     ("v_scale", TypeError, "loud"),
-    ("sinks", ValueError, torch.zeros(5), torch.zeros(8)[::2]),
-    ("sinks", TypeError, torch.zeros(4).half()),
+    *SINKS,
+    *((f"scale_{x}", ValueError, [torch.ones(n), f"scale_{x}: only an fp8 tensor.*{x}_scale"])
+      for x, n in (("q", 4), ("k", 2), ("v", 2))),
     ("window_left", ValueError, -3),
     ("kv_cache_sf", NotImplementedError, torch.zeros(4)),
     ("flavour", TypeError, "vanilla"),
@@ -172,7 +177,7 @@ WRONG_CACHES = {
     ),
 }  # fmt: skip
 PAGED_RUN = [
-    ("paged_kv_cache", error, [value, "paged_kv_cache|k_cache|v_cache"])
+    ("paged_kv_cache", error, [value, "paged_kv_cache|k_cache|v_cache|^k starts"])
     for error, values in WRONG_CACHES.items()
     for value in values
 ]
@@ -183,6 +188,17 @@ RAGGED_RUN = [
 ]
 
 
+FACTORS = [
+    ("scale_k", TypeError, [[1.0, 1.0], "scale_k must be a torch.Tensor"]),
+    ("scale_v", TypeError, [torch.ones(2).half(), "scale_v is torch.float16; must be"]),
+    ("scale_q", ValueError, [torch.ones(3), r"scale_q has shape \(3,\).*num_qo_heads"],
+     [torch.ones(8)[::2], "scale_q has strides"]),
+    ("scale_v", ValueError, [torch.ones(4), r"scale_v has shape \(4,\).*num_kv_heads"]),
+    ("k_scale", ValueError, [torch.ones(2), r"k_scale has 2 elements.*scale_k"]),
+]  # fmt: skip
+FACTORS_OF_KEYS = [("scale_q", ValueError, [torch.ones(4), "scale_q: only an fp8 tensor.*q_scale"])]
+
+
 def run_arguments(inputs) -> dict:
     case = inputs.case
     shape = (inputs.q.shape[0], case.num_qo_heads)
@@ -190,7 +206,7 @@ def run_arguments(inputs) -> dict:
     return {
         "q": inputs.q,
         **tensors,
-        "out": poison((*shape, case.dim_vo), case.dtype, inputs.q.device),
+        "out": poison((*shape, case.dim_vo), case.dtype_o, inputs.q.device),
         "lse": poison(shape, torch.float32, inputs.q.device),
         "return_lse": True,
     }
@@ -204,6 +220,8 @@ ROWS = [
         ("plan", RAGGED, COMMON_PLAN + RAGGED_PLAN),
         ("run", PAGED, COMMON_RUN + PAGED_RUN),
         ("run", RAGGED, COMMON_RUN + RAGGED_RUN),
+        ("run", FP8, FACTORS),
+        ("run", FP8_KEYS, FACTORS_OF_KEYS),
     )
     for row in mistakes(*rows)
 ]
@@ -211,18 +229,20 @@ ROWS = [
 
 @pytest.mark.parametrize(("call", "case", *ROW), ROWS)
 def test_plan_and_run(target, call, case, argument, value, error, says):
+    """A call is refused before the first run() and after it."""
     inputs, wrapper = planned(case, target)
     before = repr(wrapper), wrapper.variant
     outputs = run_arguments(inputs)
     arguments = dict(outputs) if call == "run" else plan_arguments(inputs)
     spoil(arguments, argument, value, target)
-    with pytest.raises(error, match=says) as caught:
-        getattr(wrapper, call)(**arguments)
-    assert "0" * 30 not in str(caught.value)
-    assert (repr(wrapper), wrapper.variant) == before
-    assert bool(outputs["out"].isnan().all())
-    assert bool(outputs["lse"].isnan().all())
-    check_run(inputs, wrapper)
+    for _ in range(2):
+        with pytest.raises(error, match=says) as caught:
+            getattr(wrapper, call)(**arguments)
+        assert "0" * 30 not in str(caught.value)
+        assert (repr(wrapper), wrapper.variant) == before
+        assert bool(outputs["out"].isnan().all())
+        assert bool(outputs["lse"].isnan().all())
+        check_run(inputs, wrapper)
 
 
 @BOTH
@@ -230,12 +250,11 @@ def test_run_before_plan(target, case):
     """A first plan that is refused is no plan."""
     inputs, wrapper = unplanned(case, target)
     arguments = run_arguments(inputs)
+    wrong = {**plan_arguments(inputs), "head_dim": 0}
     for _ in range(2):
-        with pytest.raises(ValueError, match="before plan"):
-            wrapper.run(**arguments)
+        refused("before plan", wrapper.run, **arguments)
         assert bool(arguments["out"].isnan().all())
-        with pytest.raises(ValueError, match="head_dim"):
-            wrapper.plan(**{**plan_arguments(inputs), "head_dim": 0})
+        refused("head_dim", wrapper.plan, **wrong)
     runner.plan(wrapper, inputs)
     check_run(inputs, wrapper)
 
@@ -249,68 +268,28 @@ def test_page_indices_outside_the_pool(monkeypatch, backend):
     wrapper = runner.make_wrapper(PAGED, backend=backend, device=inputs.q.device)
     arguments = plan_arguments(inputs)
 
-    def plan_and_run(indices, run):
-        wrapper.plan(**{**arguments, "paged_kv_indices": indices})
-        wrapper.run(**run)
-
     for value in (inputs.k.shape[0], 2**31 - 1, -1):
+        runner.plan(wrapper, inputs)
+        check_run(inputs, wrapper)
         run = run_arguments(inputs)
-        with pytest.raises(ValueError, match="paged_kv_indices"):
-            plan_and_run(entry(3, value)(inputs.indices), run)
+        with pytest.raises(ValueError, match="paged_kv_indices"):  # noqa: PT012, either call
+            wrapper.plan(**{**arguments, "paged_kv_indices": entry(3, value)(inputs.indices)})
+            wrapper.run(**run)
         assert bool(run["out"].isnan().all())
     runner.plan(wrapper, inputs)
     check_run(inputs, wrapper)
 
 
-def test_indices_behind_the_last_page_are_not_read(target):
-    """SGLang allocates 256 indices more than it uses."""
-    inputs, wrapper = unplanned(PAGED, target)
-    spare = torch.full((256,), 2**31 - 1, dtype=torch.int32, device=target.device)
-    inputs.indices = torch.cat([inputs.indices, spare])
-    runner.plan(wrapper, inputs)
-    check_run(inputs, wrapper)
-
-
-CONSTRUCTORS = [
-    ("kv_layout", REFUSED, "NDH", None),
-    ("use_cuda_graph", EITHER, True),
-    ("float_workspace_buffer", TypeError, None, 1024),
-]
-
-
-@pytest.mark.parametrize(ROW, mistakes(*CONSTRUCTORS))
-@BOTH
-def test_constructor(target, case, argument, value, error, says):
-    inputs = build(case, device=target.device)
-    kind = type(runner.make_wrapper(case, backend="auto"))
-    options = {"float_workspace_buffer": runner.workspace(target.device), argument: value}
-    with pytest.raises(error, match=says):
-        kind(**options).plan(**plan_arguments(inputs))
-    assert kind(torch.empty(0)) is not None  # a workspace without room for splits
-
-
 @pytest.mark.gpu
-def test_cpu_backend_refuses_gpu_tensors():
+def test_tensors_on_another_device():
     inputs = build(RAGGED, device="cuda")
     wrapper = runner.make_wrapper(RAGGED, backend="cpu", device="cuda")
-
-    def plan_and_run():
-        runner.plan(wrapper, inputs)
-        runner.run(wrapper, inputs)
-
-    with pytest.raises(EITHER, match="cpu"):
-        plan_and_run()
-
-
-@pytest.mark.gpu
-def test_tensor_on_another_device():
-    inputs = build(RAGGED, device="cuda")
-    wrapper = runner.make_wrapper(RAGGED, backend="fa2", device="cuda")
-    runner.plan(wrapper, inputs)
-    arguments = run_arguments(inputs)
-    for name in ("q", "k", "v", "out", "lse"):
-        with pytest.raises(REFUSED, match=rf"\b{name}\b"):
-            wrapper.run(**{**arguments, name: arguments[name].cpu()})
+    refused("cpu", runner.plan, wrapper, inputs, error=EITHER)
+    wrapper = runner.planned(inputs, backend="fa2")
+    arguments = {**run_arguments(inputs), "sinks": torch.zeros(4, device="cuda")}
+    for name in ("q", "k", "v", "out", "lse", "sinks"):
+        wrong = {**arguments, name: arguments[name].cpu()}
+        refused(rf"\b{name}\b", wrapper.run, error=REFUSED, **wrong)
     check_run(inputs, wrapper)
 
 
@@ -337,6 +316,7 @@ SINGLE = [
     ("lse_base", ValueError, "10"),
     ("out", ValueError, torch.zeros(9, 4, 56, dtype=torch.bfloat16)),
     ("flavour", TypeError, 1),
+    *SINKS,
 ]  # fmt: skip
 
 
@@ -358,17 +338,12 @@ def padded(t):
     return torch.nn.functional.pad(t, (0, 4))
 
 
-def in_rows_of_80_columns(t):
-    wide = torch.empty(*t.shape[:-1], 80, dtype=t.dtype, device=t.device)
-    return wide[..., :72].copy_(t)
-
-
 @pytest.mark.parametrize(
     ("dim", "kv_dtype", "says", "of_q", "of_kv"),
     [
         (100, torch.float16, r"padded with zeros to 104 columns.* 1 / sqrt\(100\)", padded, padded),
         (72, torch.float8_e4m3fn, r"72 bytes.*rows of 80 columns .* first 72$", torch.clone,
-         in_rows_of_80_columns),
+         functools.partial(wide_rows, columns=80)),
     ],
     ids=["head_dim of 100", "rows of 72 bytes"],
 )  # fmt: skip

@@ -1,24 +1,42 @@
-"""Numbers at the limits of float32 and of the kernels compute, and so do names of dtypes."""
+"""Values of options: numbers at the limits of float32 and of the kernels, defaults, hints, names of
+dtypes, and arrays or tensors of one element, whose value counts."""
 
 import dataclasses
+import functools
 import itertools
+import math
 
+import numpy as np
 import preflash
 import pytest
 import torch
-from planned_cases import check_run, planned, unplanned
-from preflash.testing import Case, MaskKind, reference, runner
-from preflash.testing.case import Position
+from changed_tensors import freed, meta
+from planned_cases import check_run, plan_arguments, planned, unplanned
+from preflash.testing import Case, MaskKind, Position, build, compare, poison, reference, runner
+from preflash.testing.oracle import Pipeline
+from refusals import all_refused, refused
 
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
 ALIBI = dataclasses.replace(CASE, position=Position.ALIBI)
+RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
+PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
+SINGLE = dataclasses.replace(RAGGED, name="single", qo_lens=(9,), kv_lens=(30,))
+
+# --- Numbers ------------------------------------------------------------------
+
 SMALLEST_BIASED_SCALE, LARGEST_LOGITS_SCALE, LARGEST_SOFT_CAP = 1e-30, 2.358e38, 1e30
+ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 # Options of plan(), options of run(), and what the ValueError says.
 TOGETHER = [
-    ({"sm_scale": 1.2e38}, {"q_scale": 2.0}, "q_scale"),
-    ({"sm_scale": 1e33, "logits_soft_cap": 1e-6}, {}, "sm_scale.*logits_soft_cap"),
-    *(({"sm_scale": value, "pos_encoding_mode": "ALIBI"}, {}, "sm_scale.*ALiBi")
+    ({"sm_scale": 1.2e38}, {"q_scale": 2.0}, r"\bq_scale"),
+    ({"sm_scale": 1e33, "logits_soft_cap": 1e-6}, {}, r"\bsm_scale.*logits_soft_cap"),
+    *(({"sm_scale": value, "pos_encoding_mode": "ALIBI"}, {}, r"\bsm_scale.*ALiBi")
       for value in (1e-38, 9e-31, -9e-31)),
+    ({"pos_encoding_mode": "ALIBI", "rope_scale": 2.0}, {}, "it is 'ALIBI'"),
+    ({**ROPE, "rope_scale": 0.0}, {}, "rope_scale=0.0: must be positive"),
+    ({**ROPE, "rope_theta": math.inf}, {}, "rope_theta=inf: must be finite"),
+    ({**ROPE, "rope_scale": 1e-5}, {}, "rope_scale=1e-05 .*radians"),
+    ({**ROPE, "rope_theta": 1e-9}, {}, "rope_theta=1e-09: .*radians"),
 ]  # fmt: skip
 
 
@@ -30,8 +48,8 @@ def test_values_that_do_not_go_together(target, plan, run, says):
         runner.plan(wrapper, inputs, **plan)
         wrapper.run(inputs.q, inputs.k, inputs.v, **run)
 
-    with pytest.raises(ValueError, match=rf"(?s)\b{says}\b"):
-        plan_and_run()
+    single = functools.partial(runner.single, inputs, backend=target.backend, **plan, **run)
+    all_refused(f"(?s){says}", (plan_and_run, single))
     assert (wrapper.variant is None) == (not run)
 
 
@@ -76,14 +94,23 @@ def test_large_soft_caps(target, sm_scale):
             assert float((out.double() - plain.out).abs().max()) < 1e-5
 
 
-def test_a_window_wider_than_any_request(target):
-    """Callers write the largest int32 where others write -1."""
-    case = Case("wide", (9, 40), (70, 40), 4, 2, 64, mask=MaskKind.CAUSAL)
-    for widest in (2**31 - 1, 2**30):
-        inputs, wrapper = planned(case, target, window_left=widest)
-        check_run(inputs, wrapper)
-        check_run(inputs, wrapper, window_left=widest)
+# --- Defaults and hints ---------------------------------------------------------
 
+
+@pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
+def test_what_changes_nothing(target, case):
+    """Engines pass None, zero, explicit defaults, and the largest int32 where others write -1."""
+    zero = dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"))
+    zero |= {"token_pos_in_items_len": 0, "fixed_split_size": -1, "use_fp16_qk_reduction": True}
+    zero |= {"pos_encoding_mode": "NONE", "rope_scale": 1, "rope_theta": 1e4}
+    for window in (-1, 2**30, 2**31 - 1):
+        options = {**zero, "window_left": window, "o_data_type": case.dtype}
+        inputs, wrapper = planned(case, target, **options)
+        check_run(inputs, wrapper, sinks=None, kv_cache_sf=None, enable_pdl=None)
+        check_run(inputs, wrapper, window_left=window)
+
+
+# --- Names of dtypes ------------------------------------------------------------
 
 F16, BF16, F32, E4M3, E5M2 = (
     (torch.float16, "f16 fp16 float16 half torch.float16"),
@@ -95,29 +122,26 @@ F16, BF16, F32, E4M3, E5M2 = (
 
 
 @pytest.mark.parametrize(
-    ("q", "kv", "out"),
-    [
-        *((one, one, one) for one in (F16, BF16, F32)),
-        *((BF16, E4M3, BF16), (F16, E5M2, F16), (E4M3, E4M3, F16)),
-    ],
-    ids=lambda dtype: dtype[1].split()[0],
-)
-def test_dtypes_by_name(target, q, kv, out):
+    "dtypes",
+    [*((one,) * 3 for one in (F16, BF16, F32)), (BF16, E4M3, BF16), (F16, E5M2, F16),
+     (E4M3, E4M3, F16)],
+    ids=lambda dtypes: "-".join(names.split()[0] for _, names in dtypes),
+)  # fmt: skip
+def test_dtypes_by_name(target, dtypes):
     """run() refuses tensors of another dtype than the plan's, so every name means its dtype."""
-    if q is F32 and target.backend != "cpu":
+    if F32 in dtypes and target.backend != "cpu":
         pytest.skip("only the CPU computes in float32")
-    dtypes = {"dtype": q[0], "kv_dtype": kv[0], "o_dtype": out[0]}
-    inputs, wrapper = planned(dataclasses.replace(CASE, **dtypes), target)
-    variant, expected = wrapper.variant, runner.run(wrapper, inputs)
-    runner.compare(inputs, *expected).check()
-    names = itertools.zip_longest(*(dtype[1].split() for dtype in (q, kv, out)))
-    for each in names:
+    (q, kv, out), names = zip(*dtypes, strict=True)
+    case = dataclasses.replace(CASE, dtype=q, kv_dtype=kv, o_dtype=out)
+    inputs, wrapper = planned(case, target)
+    variant, expected = wrapper.variant, check_run(inputs, wrapper)[0]
+    for each in itertools.zip_longest(*map(str.split, names)):
         options = zip(("q_data_type", "kv_data_type", "o_data_type"), each, strict=True)
         runner.plan(wrapper, inputs, **{option: name for option, name in options if name})
         assert wrapper.variant == variant
         result = wrapper.run(inputs.q, inputs.k, inputs.v)
-        assert result.dtype is out[0]
-        assert torch.equal(result.float(), expected[0].float())
+        assert result.dtype is out
+        assert torch.equal(result.float(), expected.float())
 
 
 def test_functions_take_names_of_dtypes():
@@ -126,3 +150,101 @@ def test_functions_take_names_of_dtypes():
         for name, option in itertools.product(names.split(), ("o_dtype", "o_data_type")):
             out = preflash.single_prefill_with_kv_cache(q, k, v, **{option: name})
             assert out.dtype is dtype
+
+
+# --- Single calls, which remember plans by the values of their options -----------
+
+
+def test_scales_and_outputs_of_single(target):
+    """Scales and dtypes of outputs mean in a single call what they mean in run()."""
+    inputs = build(SINGLE, device=target.device)
+    out, lse = runner.single(inputs, backend=target.backend, q_scale=0.5, k_scale=3.0, v_scale=0.25)
+    pipeline = Pipeline(SINGLE.scale * 1.5, out_scale=0.25)
+    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
+    out = poison(inputs.q.shape, SINGLE.dtype, target.device)
+    lse = poison((4, 9), torch.float32, target.device)
+    got = preflash.single_prefill_with_kv_cache_return_lse(
+        inputs.q, inputs.k[:30], inputs.v[:30], out=out, lse=lse, lse_layout="HN", lse_base="ln"
+    )
+    assert [x.data_ptr() for x in got] == [out.data_ptr(), lse.data_ptr()]
+    runner.compare(inputs, out, lse.t(), lse_base="ln").check()
+
+
+@pytest.fixture
+def tensors(target):
+    inputs = build(Case("long", (33,), (90,), 4, 2, 64), device=target.device)
+    return [one.half() for one in (inputs.q, inputs.k[:90], inputs.v[:90])]
+
+
+@pytest.fixture
+def single(target, tensors):
+    return lambda **options: preflash.single_prefill_with_kv_cache(
+        *tensors, backend=target.backend, **options
+    )
+
+
+@pytest.fixture
+def pod(target, tensors):
+    """Runs a prefill with the tensors beside a decode; returns the prefill's output."""
+    device = target.device
+    wrapper = preflash.PODWithPagedKVCacheWrapper(runner.workspace(device), backend=target.backend)
+    indptr, pages, last = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1], [0], [5]))
+    wrapper.plan(indptr, pages, last, 4, 2, 64, 16)
+    q_d = tensors[0][:1].clone()
+    cache = torch.randn(1, 2, 16, 2, 64).to(device, torch.float16)
+    return lambda **options: wrapper.run(*tensors, q_d, cache, **options)[0]
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_values_that_change_in_place_and_have_no_hash(single, pod, make):
+    window = make(40)
+    for width in (40, 3):
+        window[()] = width
+        assert torch.equal(single(window_left=window), single(window_left=width))
+        assert torch.equal(pod(window_left_p=window), pod(window_left_p=width))
+    assert not torch.equal(single(window_left=3), single(window_left=40))
+    options = {"causal": np.array(True), "logits_soft_cap": np.array(2.0)}
+    assert torch.equal(single(**options), single(causal=True, logits_soft_cap=2.0))
+    assert torch.equal(pod(causal_p=np.array(True)), pod(causal_p=True))
+
+
+def test_a_mask_is_another_plan(target, tensors, single, pod):
+    """Calls that are equal but for a mask, or for head_dim_vo."""
+    mask = target.to(torch.ones(33, 90).tril() > 0)
+    for call, name in ((single, "custom_mask"), (pod, "custom_mask_p")):
+        full = call()
+        assert not torch.equal(call(**{name: mask}), full)
+        assert torch.equal(call(), full)
+    tensors[2] = tensors[2][..., :32].contiguous()
+    torch.testing.assert_close(single(), full[..., :32], atol=1e-3, rtol=1e-2)
+
+
+INTS = torch.zeros(1, dtype=torch.int32)
+NO_INTEGERS = (torch.tensor(True), torch.tensor(1.0), torch.ones(2).int(), True)
+NO_FLOAT = r"must be .* got Tensor \(1,\) torch.float32$"
+# An option of the single function, a value, and the error with what it says.
+REFUSED = [
+    *(("window_left", value, TypeError, "must be an integer") for value in NO_INTEGERS),
+    *(("window_left", change(INTS), ValueError, "has no memory") for change in (meta, freed)),
+    *((name, change(INTS.float()), TypeError, NO_FLOAT)
+      for name in ("causal", "logits_soft_cap", "kv_layout") for change in (meta, freed)),
+    ("rope_scale", True, TypeError, ""),  # True and 1.0 are equal keys of a dict
+]  # fmt: skip
+
+
+def test_refusals(target, single, pod):
+    """A message does not read a tensor without memory, either."""
+    single(logits_soft_cap=2.0, window_left=1, causal=True)  # is remembered, and compared with
+    single(window_left=1, rope_scale=1.0)
+    pod(window_left_p=1)
+    for name, value, error, says in REFUSED:
+        says = f"{name} {says}"
+        refused(f"^{says}", single, error=error, **{name: value})
+        if name == "window_left":
+            refused(f"^prefill side: {says}", pod, error=error, window_left_p=value)
+    inputs, wrapper = planned(RAGGED, target)
+    for name, change in itertools.product(
+        ("num_qo_heads", "token_pos_in_items_len"), (meta, freed)
+    ):
+        wrong = {**plan_arguments(inputs), name: change(INTS)}
+        refused(f"^{name} has no memory", wrapper.plan, **wrong)

@@ -1,18 +1,17 @@
 """With batch_invariant=True the bits of a request's rows depend on the request alone."""
 
 import dataclasses
-import os
+import itertools
 import subprocess
 import sys
 
 import preflash
 import pytest
 import torch
-from bounds import bounds_of
-from fuzz.altered_inputs import lone, part
-from fuzz.pod_trial import plan_decode
-from planned_cases import tensors
+from fuzz.altered_inputs import lone, part, with_bounds
+from planned_cases import bounds_of, plan_decode, tensors
 from preflash.testing import Case, MaskKind, build, runner
+from preflash.testing.inputs import pages_of
 from wrapper_options import graph_options
 
 # Long enough for other plans to cut the keys; the last request is a decode step.
@@ -39,19 +38,6 @@ def batch(request, target):
 def stored(inputs, **changes):
     """Builds the same numbers in another storage."""
     return build(dataclasses.replace(inputs.case, **changes), device=inputs.q.device)
-
-
-def table_of(inputs) -> tuple:
-    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-
-
-def test_the_rest_of_the_batch_and_chunks(target, batch):
-    inputs, wanted = batch
-    for i, rows in enumerate(wanted):
-        assert torch.equal(computed(lone(inputs, i), target), rows)
-    for begin, end in ((0, 1), (1, 37), (0, 20), (20, 36), (36, 37)):
-        got = computed(part(inputs, 0, begin, end), target)
-        assert torch.equal(got, wanted[0][begin:end]), (begin, end)
 
 
 FORMS = {
@@ -89,23 +75,19 @@ def test_a_small_workspace(target, batch):
         assert all(map(torch.equal, *got)), changes
 
 
-def test_decode(target, batch):
+def test_decode_and_single_requests(target, batch):
     inputs, wanted = batch
     make = preflash.BatchDecodeWithPagedKVCacheWrapper
     wrapper = make(runner.workspace(target.device), backend=target.backend)
-    plan_decode(wrapper, inputs.case, table_of(inputs), batch_invariant=True)
+    plan_decode(wrapper, inputs, batch_invariant=True)
     last_rows = torch.stack([q[-1] for q in inputs.q.split(QO_LENS)])
     got = wrapper.run(last_rows, inputs.cache)
     assert torch.equal(got, torch.stack([rows[-1] for rows in wanted]))
-
-
-def test_single_requests(target, batch):
-    inputs, wanted = batch
     ragged = stored(inputs, page_size=0)
     for i, rows in enumerate(wanted):
+        assert torch.equal(computed(lone(inputs, i), target), rows)
         one = lone(ragged, i)
-        out, _ = runner.single(one, backend=target.backend)
-        assert torch.equal(out, rows)
+        assert torch.equal(runner.single(one, backend=target.backend)[0], rows)
         got = preflash.single_decode_with_kv_cache(one.q[-1], one.k, one.v, batch_invariant=True)
         if target.backend != "fa2":  # this function takes no backend
             assert torch.equal(got, rows[-1])
@@ -117,7 +99,7 @@ def test_prefill_beside_decode(target, batch):
     make = preflash.PODWithPagedKVCacheWrapper
     wrapper = make(runner.workspace(target.device), backend=target.backend)
     step, whole = lone(inputs, 2), lone(stored(inputs, page_size=0), 1)
-    plan_decode(wrapper, step.case, table_of(step), batch_invariant=True)
+    plan_decode(wrapper, step, batch_invariant=True)
     got = wrapper.run(whole.q, whole.k, whole.v, step.q, inputs.cache, causal_p=True)
     assert all(map(torch.equal, got, wanted[1:]))
 
@@ -132,19 +114,98 @@ def test_windows_and_upper_bounds(target, batch):
     assert torch.equal(exact, bounded)
 
 
+# Each value is read by an import of its own.
 CODE = """
-import torch, preflash
-wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(
-    torch.empty(1 << 20, dtype=torch.uint8), backend="cpu")
-indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 30000))
-print(wrapper.workspace_size(*indptrs, 1, 1, 8)[0] > 0)
+import os, torch
+for value in ("1", "0"):
+    os.environ["PREFLASH_BATCH_INVARIANT"] = value
+    if os.fork() == 0:
+        import preflash
+        workspace = torch.empty(1 << 20, dtype=torch.uint8)
+        wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="cpu")
+        indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 30000))
+        print(value, wrapper.workspace_size(*indptrs, 1, 1, 8)[0] > 0, flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-@pytest.mark.parametrize(("value", "is_cut"), [("1", "False"), ("0", "True")])
-def test_the_environment_sets_it_for_every_call(value, is_cut):
+def test_the_environment_sets_it_for_every_call():
     """A plan that cuts no keys needs no workspace."""
-    environment = {**os.environ, "PREFLASH_BATCH_INVARIANT": value}
-    command = [sys.executable, "-c", CODE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == is_cut, done.stderr
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "False", "0", "True"], done.stderr
+
+
+# --- Chunks of a long prompt, and its decode steps -----------------------------
+
+PAGE = 16
+E4M3 = torch.float8_e4m3fn
+# Ends of chunks, at and beside multiples of tiles of rows and of keys. The last is the prompt's.
+CUTS = (1, 37, 128, 131, 400, 897, 911, 1024, 1300, 1301, 1336)
+# Positions of single rows: decode steps.
+STEPS = (0, 127, 128, 300, 1023, 1024, 1152, 1290, 1335)
+OPTIONS = {
+    "one pass": {"batch_invariant": True},
+    "chunks of 512 keys": {"fixed_split_size": 512},
+    "window": {"batch_invariant": True, "window_left": 700},
+}
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
+
+
+def prompt(target, rows, keys, heads, head_dim, dtype, **options):
+    """Builds a request of so many keys, and of queries at their end."""
+    o_dtype = torch.float16 if dtype == E4M3 else None
+    options = {"page_size": PAGE, "mask": MaskKind.CAUSAL, "o_dtype": o_dtype, **options}
+    case = Case("prompt", (rows,), (keys,), *heads, head_dim, dtype=dtype, **options)
+    return build(case, device=target.device, seed=head_dim + heads[0] + keys)
+
+
+def places(inputs, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pages of these keys, and their places there."""
+    pages = torch.tensor(inputs.page_table[0], device=positions.device)
+    return pages[positions // PAGE], positions % PAGE
+
+
+def with_lse(target, inputs, *, more_pages: int = 0):
+    """Returns (out, lse). more_pages: plan() knows an upper bound of so many pages more."""
+    options = {}
+    if more_pages:
+        inputs, options = with_bounds(inputs, more_pages), bounds_of(inputs)
+    wrapper = runner.planned(inputs, backend=target.backend, **options)
+    return wrapper.run(*tensors(inputs), return_lse=True)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (7, 1), (3, 3), (130, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@every_dtype
+def test_chunks_and_decode_steps(target, dtype, head_dim, heads, kind):
+    few = (torch.bfloat16, 64, "chunks of 512 keys")
+    if target.device == "cpu" and heads == (130, 1) and (dtype, head_dim, kind) != few:
+        pytest.skip("takes long on the CPU")
+    inputs = prompt(target, CUTS[-1], CUTS[-1], heads, head_dim, dtype, **OPTIONS[kind])
+    # A row's key as its neighbours' largest logit, so that references move after it.
+    page, slot = places(inputs, torch.arange(CUTS[-1], device=target.device))
+    ramp = torch.linspace(-8, 8, CUTS[-1], device=target.device)[:, None].expand(-1, heads[1])
+    pages_of(inputs.k, inputs.case)[page, slot, :, 0] = ramp.to(dtype)
+    whole = with_lse(target, inputs)
+    chunks = [*itertools.pairwise((0, *CUTS)), *((step, step + 1) for step in STEPS)]
+    for begin, end in chunks:
+        for more_pages in (0, 13) if kind != "window" else (0,):
+            chunk = with_lse(target, part(inputs, 0, begin, end), more_pages=more_pages)
+            for given, expected in zip(chunk, whole, strict=True):
+                assert torch.equal(given, expected[begin:end]), (begin, end, more_pages)
+
+
+@every_dtype
+@pytest.mark.parametrize("window_left", [2, 9, 30])
+def test_keys_below_a_window_may_be_nan(target, window_left, dtype):
+    """The first key in the window is anywhere in the last key's page, or in an earlier one."""
+    options = {"batch_invariant": True, "window_left": window_left}
+    for kv_len in range(100, 100 + PAGE):
+        inputs = prompt(target, 1, kv_len, (8, 2), 128, dtype, **options)
+        expected = with_lse(target, inputs)
+        below = torch.arange(kv_len - 1 - window_left, device=target.device)
+        for t in (inputs.k, inputs.v):
+            pages_of(t, inputs.case)[places(inputs, below)] = float("nan")
+        assert all(map(torch.equal, with_lse(target, inputs), expected)), kv_len

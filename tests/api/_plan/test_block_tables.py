@@ -1,14 +1,15 @@
 """A block table [batch_size, max_pages] may take the place of a page list."""
 
 import dataclasses
+import functools
 
 import preflash
 import pytest
 import torch
-from bounds import bounds_of
 from graph_stage import capture
-from planned_cases import check_run
+from planned_cases import bounds_of, check_run
 from preflash.testing import Case, MaskKind, Position, build, runner
+from refusals import refused
 from wrapper_options import hints
 
 NO_PAGE = 2**31 - 1
@@ -72,23 +73,6 @@ def test_a_run_reads_pages(target):
     runner.compare(build(CASE, device=target.device), *result).check()
 
 
-def test_decode_and_upper_bounds(target):
-    """Plans a decode step as an engine does that runs ahead of its lengths."""
-    case = dataclasses.replace(CASE, qo_lens=(1, 1, 1, 1))
-    inputs = build(case, device=target.device)
-    longer = torch.tensor([0, 8, 16, 24, 32], dtype=torch.int32)  # 8 pages, 128 keys each
-    last = torch.full((4,), 16, dtype=torch.int32)
-    table = table_of(inputs)
-    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
-        runner.workspace(target.device), backend=target.backend
-    )
-    wrapper.plan(
-        longer, table, last, 4, 2, 64, 16, q_data_type=case.dtype, block_tables=table,
-        **bounds_of(inputs),
-    )  # fmt: skip
-    check_run(inputs, wrapper)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [((), 0), ((), 4), ((3, 1), 0)])
 def test_no_pages(target, rows, columns):
     case = dataclasses.replace(CASE, qo_lens=rows, kv_lens=(0,) * len(rows))
@@ -104,16 +88,14 @@ def test_no_pages(target, rows, columns):
 
 def test_graphs(target, recorder):
     inputs = build(CASE, device=target.device)
-    ints = {"dtype": torch.int32, "device": target.device}
-    buffer = torch.zeros(4, 12, **ints)
+    ints = functools.partial(torch.zeros, dtype=torch.int32, device=target.device)
+    buffer = ints(4, 12)
 
     def for_graphs(indices):
-        return preflash.BatchPrefillWithPagedKVCacheWrapper(
-            runner.workspace(target.device), "NHD", True, torch.zeros(5, **ints),
-            torch.zeros(5, **ints), indices, torch.zeros(4, **ints), backend=target.backend,
-        )  # fmt: skip
+        make, work = preflash.BatchPrefillWithPagedKVCacheWrapper, runner.workspace(target.device)
+        return make(work, "NHD", True, ints(5), ints(5), indices, ints(4), backend=target.backend)
 
-    wrapper, flat = for_graphs(buffer), for_graphs(torch.zeros(99, **ints))
+    wrapper, flat = for_graphs(buffer), for_graphs(ints(99))
     out = torch.empty_like(inputs.q)
     lse = torch.empty(inputs.q.shape[:2], device=target.device)
 
@@ -131,13 +113,10 @@ def test_graphs(target, recorder):
         out.fill_(float("nan"))
         graph.replay()
         runner.compare(inputs, out, lse).check()
-    for wrong, given, match in (
-        (wrapper, inputs, "paged_kv_indices_buf is a block table"),
-        (wrapper, with_table(inputs, torch.zeros(4, 13, **ints)), "needs a buffer of as many rows"),
-        (flat, with_table(inputs, there), "needs a buffer of as many rows"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            runner.plan(wrong, given)
+    rows = "needs a buffer of as many rows"
+    refused("paged_kv_indices_buf is a block table", runner.plan, wrapper, inputs)
+    refused(rows, runner.plan, wrapper, with_table(inputs, ints(4, 13)))
+    refused(rows, runner.plan, flat, with_table(inputs, there))
 
 
 def test_pages_beyond_the_pool(target):
@@ -150,5 +129,4 @@ def test_pages_beyond_the_pool(target):
     for one in (far, table, far):
         runner.plan(wrapper, with_table(inputs, one))
         if one is far:
-            with pytest.raises(ValueError, match="paged_kv_indices holds 1000000"):
-                runner.run(wrapper, inputs)
+            refused("paged_kv_indices holds 1000000", runner.run, wrapper, inputs)

@@ -1,13 +1,17 @@
 """plan() refuses upper bounds, block tables and items that are wrong, and keeps the plan it had.
+Constructors with use_cuda_graph=True refuse wrong buffers by name.
 
 A row of the table is a batch, an argument of plan(), the error, and values (planned_cases)."""
 
 import dataclasses
 
+import preflash
 import pytest
 import torch
+from changed_tensors import meta, strided
 from planned_cases import mistakes, plan_arguments, spoil, unplanned
 from preflash.testing import Case, MaskKind, runner
+from refusals import refused
 from wrapper_options import hints
 
 PAGED = Case("paged", (37, 11), (54, 29), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -46,7 +50,7 @@ TABLE = "paged_kv_indices"
 BOUNDS_REFUSED = [
     ("seq_lens", ValueError, [None, "lengths_are_upper_bounds=True and seq_lens=None"],
      [lambda t: t[:1], r"seq_lens has shape \(1,\)"],
-     [lambda t: torch.stack([t, t], 1)[:, 0], "seq_lens .*contiguous"],
+     [strided, "seq_lens .*contiguous"],
      # Lengths on the GPU are only read under PREFLASH_DEBUG.
      [lambda t: t + 1, r"seq_lens\[0\] = 55: must be in \[0, 54\]"]),
     ("seq_lens", TypeError, [torch.Tensor.long, r"seq_lens is torch.int64.*\.int\(\)"]),
@@ -98,6 +102,63 @@ def test_refusals(target, monkeypatch, batch, argument, value, error, says):
     wrapper.plan(**arguments)
     expected = runner.run(wrapper, inputs)
     spoil(arguments, argument, value, target)
-    with pytest.raises(error, match=says):
-        wrapper.plan(**arguments)
+    refused(says, wrapper.plan, error=error, **arguments)
     assert all(map(torch.equal, runner.run(wrapper, inputs), expected))
+
+
+# --- Buffers of CUDA graphs ----------------------------------------------------
+
+INDPTR, PAGES, LAST = "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
+SIZES = {"qo_indptr_buf": 4, INDPTR: 4, PAGES: 9, LAST: 3}
+FOUR = torch.zeros(4, dtype=torch.int32)
+BUFFERS_REFUSED = [
+    ("qo_indptr_buf", ValueError, [None, "qo_indptr_buf=None"],
+     [lambda t: t[:0], "qo_indptr_buf is empty"], meta),
+    ("qo_indptr_buf", TypeError, [torch.Tensor.float, "qo_indptr_buf is torch.float32"]),
+    (INDPTR, ValueError, [lambda t: t[:3], f"{INDPTR} has 3 elements; must have 4"],
+     [lambda t: t.view(2, 2), f"{INDPTR} has shape"]),
+    (LAST, ValueError, [FOUR, f"{LAST} has 4 elements; must have 3"]),
+    (PAGES, ValueError, [None, f"{PAGES}=None"],
+     [strided, f"{PAGES} has strides .* contiguous"]),
+    ("custom_mask_buf", TypeError, [FOUR, "torch.int32; must be torch.uint8"]),
+    ("qk_indptr_buf", ValueError, [FOUR[:2], "mask_indptr_buf has 2 elements"]),
+]  # fmt: skip
+
+
+def buffers_of(target) -> dict:
+    return {name: target.to(torch.zeros(n, dtype=torch.int32)) for name, n in SIZES.items()}
+
+
+def with_buffers(target, **buffers):
+    make = preflash.BatchPrefillWithPagedKVCacheWrapper
+    return make(runner.workspace(target.device), use_cuda_graph=True, **buffers)
+
+
+@pytest.mark.parametrize(("name", "value", "error", "says"), mistakes(*BUFFERS_REFUSED))
+def test_bad_buffers(target, name, value, error, says):
+    buffers = buffers_of(target)
+    spoil(buffers, name, value, target)
+    refused(says, with_buffers, target, error=error, **buffers)
+
+
+def test_shared_buffers(target):
+    buffers, indptr = buffers_of(target), target.to(FOUR)
+    pages = buffers[PAGES]
+    with_buffers(target, **buffers, qk_indptr_buf=indptr, mask_indptr_buf=indptr)
+    for says, error, more in (
+        (f"{PAGES} shares memory with {LAST}", ValueError, {LAST: pages[-3:]}),
+        (f"{PAGES} shares memory with custom_mask_buf", ValueError,
+         {"custom_mask_buf": pages.view(torch.uint8)}),
+        ("two spellings", TypeError, {"qk_indptr_buf": indptr, "mask_indptr_buf": indptr.clone()}),
+    ):  # fmt: skip
+        refused(says, with_buffers, target, error=error, **buffers | more)
+
+
+def test_cascade_levels_have_buffers_of_their_own(target):
+    make, work = preflash.MultiLevelCascadeAttentionWrapper, runner.workspace(target.device)
+    buffers = buffers_of(target).items()
+    lists = {f"{name}_arr": [buffer, buffer.clone()] for name, buffer in buffers}
+    shared = {**lists, f"{PAGES}_arr": lists[f"{PAGES}_arr"][:1] * 2}
+    says = r"indices_buf_arr\[1\] shares memory with .*_arr\[0\]"
+    refused(says, make, 2, work, "NHD", True, **shared)
+    assert make(2, work, "NHD", True, **lists).is_cuda_graph_enabled is True

@@ -1,16 +1,19 @@
 """plan() again, which C++ does by itself (test_call_times.py), makes the plan of a new wrapper."""
 
+import copy
 import dataclasses
 import gc
+import itertools
 import random
 import weakref
 
 import pytest
 import torch
-from bounds import bounds_of
-from planned_cases import check_run, planned, tensors, unplanned
+from changed_tensors import freed, meta, negative, short_view, strided
+from planned_cases import bounds_of, check_run, plan_decode, planned, table, tensors, unplanned
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 from wrapper_options import hints
 
 PAGED = Case("paged", (3, 0, 9), (40, 0, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -38,11 +41,6 @@ def decode_wrapper(*buffers):
     return BatchDecodeWithPagedKVCacheWrapper(runner.workspace(), *for_graphs)
 
 
-def plan_decode(wrapper, inputs, **options) -> None:
-    arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-    wrapper.plan(*arrays, *SMALL, q_data_type=DECODE.dtype, **options)
-
-
 def of_decode(kv_lens, seed=0, **changes):
     changes = {"qo_lens": (1,) * len(kv_lens), **changes}
     return build(dataclasses.replace(DECODE, kv_lens=kv_lens, **changes), seed=seed)
@@ -58,12 +56,10 @@ OPTIONS = (
     {}, {}, {"window_left": 5}, {"sm_scale": 0.3}, {"logits_soft_cap": 8.0}, {"causal": False},
     {"disable_split_kv": True}, {"fixed_split_size": 16}, {"pos_encoding_mode": "ROPE_LLAMA"},
 )  # fmt: skip
-RUNS = [("run", {}), ("run", {"window_left": 9}), ("run", {"k_scale": 0.5})] + [
-    ("forward", {"causal": causal, "sm_scale": scale})
-    for causal in (False, True)
-    for scale in (None, 0.2)
-]
-RUNS.append(("forward", {"causal": True, "pos_encoding_mode": "ALIBI"}))
+RUNS = [("run", {}), ("run", {"window_left": 9}), ("run", {"k_scale": 0.5}),
+        *(("forward", {"causal": causal, "sm_scale": scale})
+          for causal in (False, True) for scale in (None, 0.2)),
+        ("forward", {"causal": True, "pos_encoding_mode": "ALIBI"})]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
@@ -113,8 +109,8 @@ def test_options_of_forward_are_read_in_every_call(target):
         case = dataclasses.replace(PAGED, sm_scale=float(changed))
         runner.compare(dataclasses.replace(inputs, case=case), out, lse).check()
         scale.add_(0.1)
-    with pytest.raises(TypeError, match="causal"):
-        wrapper.forward(*q_and_cache, causal=1.0, sm_scale=0.5)
+    says = "causal must be True or False"
+    refused(says, wrapper.forward, *q_and_cache, error=TypeError, causal=1.0, sm_scale=0.5)
     plus, minus = (wrapper.forward(*q_and_cache, v_scale=zero) for zero in (0.0, -0.0))
     assert not bool((plus.signbit() & minus.signbit()).any())  # 0.0 is not -0.0
     runner.plan(wrapper, inputs, window_left=3)  # which forward() does not take over
@@ -124,32 +120,19 @@ def test_options_of_forward_are_read_in_every_call(target):
 
 # --- Arguments that C++ does not plan by itself, or refuses -------------------
 
-
-def resized(value: torch.Tensor, nbytes: int) -> torch.Tensor:
-    value = value.clone()
-    value.untyped_storage().resize_(nbytes)
-    return value
-
-
-def short_from_an_offset(value: torch.Tensor) -> torch.Tensor:
-    value = torch.cat([value[:1], value])[1:]
-    value.untyped_storage().resize_(value.nbytes)
-    return value
-
-
 UNUSUAL = {
     "list": torch.Tensor.tolist,
     "none": lambda value: None,
     "int64": torch.Tensor.long,
     "float": torch.Tensor.float,
     "two dimensions": lambda value: value[None],
-    "strided": lambda value: torch.stack([value, value], dim=1)[:, 0],
+    "strided": strided,
     "subclass": lambda value: torch.nn.Parameter(value, requires_grad=False),
-    "meta": lambda value: value.to("meta"),
+    "meta": meta,
     "sparse": torch.Tensor.to_sparse,
-    "negative view": lambda value: torch._neg_view(value.clone()),
-    "freed": lambda value: resized(value, 0),
-    "short of storage from an offset": short_from_an_offset,
+    "negative view": negative,
+    "freed": freed,
+    "short of storage from an offset": short_view,
     "shorter": lambda value: value[:-1],
     "part of a larger one": lambda value: torch.cat([value[:1], value, value[:1]])[1:-1],
     "negative": lambda value: -value,
@@ -158,6 +141,11 @@ UNUSUAL = {
 }
 ARRAYS = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
 OF_LENGTHS = {"falling": "kv_indptr", "larger": "last_page_len"}
+CHANGED = [
+    pytest.param(name, change, {}, id=f"{kind} {name}")
+    for name, (kind, change) in itertools.product(ARRAYS, UNUSUAL.items())
+    if OF_LENGTHS.get(kind, name) == name
+]
 LENS = ints(*PAGED.kv_lens)
 # Options of plan(); a function makes seq_lens of those of the plan before.
 WRONG_OPTIONS = {
@@ -171,6 +159,9 @@ WRONG_OPTIONS = {
 
 def same(value):
     return value
+
+
+CHANGED += [pytest.param("indices", same, *row, id=name) for name, *row in WRONG_OPTIONS.items()]
 
 
 def end_of(target, array, change, options, *, repeated: bool):
@@ -194,13 +185,13 @@ def end_of(target, array, change, options, *, repeated: bool):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("name", ARRAYS)
-def test_unusual_arrays(target, name):
+@pytest.mark.parametrize(("array", "change", "options"), CHANGED)
+def test_unusual_arguments(target, array, change, options):
     """Served or refused as in a first plan(); a refused one changes nothing."""
-    for kind, change in UNUSUAL.items():
-        if OF_LENGTHS.get(kind, name) == name:
-            ends = [end_of(target, name, change, {}, repeated=n) for n in (False, True)]
-            assert ends[0] == ends[1], kind
+    ends = [end_of(target, array, change, options, repeated=n) for n in (False, True)]
+    assert ends[0] == ends[1]
+    if options:
+        assert next(iter(options)) in ends[0][1]
 
 
 @pytest.mark.parametrize("hint", ["max_token_per_sequence", "max_sequence_kv", "uniform_q_len"])
@@ -210,33 +201,29 @@ def test_hints_of_repeated_plans(target, hint):
     same, longer = (with_lengths(PAGED, (n,) * 3, (n + 61,) * 3, target) for n in (3, 4))
     for _ in range(2):
         runner.plan(wrapper, same, **{hint: value})
-    with pytest.raises(ValueError, match=f"{hint}={value}"):
-        runner.plan(wrapper, longer, **{hint: value})
+    refused(f"{hint}={value}", runner.plan, wrapper, longer, **{hint: value})
 
 
-@on_the_cpu
-@pytest.mark.parametrize("options", WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
-def test_wrong_options(target, options):
-    ends = [end_of(target, "indices", same, options, repeated=n) for n in (False, True)]
-    assert ends[0] == ends[1]
-    assert next(iter(options)) in ends[0][1]
-
-
-def test_a_mask_that_changes_in_place(target):
-    inputs, wrapper = planned(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
+@pytest.mark.parametrize("kind", [MaskKind.CUSTOM, MaskKind.PACKED], ids=lambda kind: kind.name)
+def test_a_mask_that_changes_in_place(target, kind):
+    """Each plan() reads the mask anew, and runs do not read it again."""
+    inputs, wrapper = planned(dataclasses.replace(PAGED, mask=kind), target)
+    mask = inputs.custom_mask if kind is MaskKind.CUSTOM else inputs.packed_custom_mask
     for _ in range(3):
-        inputs.custom_mask.logical_not_()
+        mask.bitwise_not_()
         inputs.masks = [~mask for mask in inputs.masks]
         runner.plan(wrapper, inputs)
+        mask.bitwise_not_()
         check_run(inputs, wrapper)
+        mask.bitwise_not_()
 
 
 def test_debugging_from_the_second_plan_on(monkeypatch):
     wrapper, inputs = decode_wrapper(), of_decode(PAGED.kv_lens)
     plan_decode(wrapper, inputs, **bounds_of(inputs))
     monkeypatch.setenv("PREFLASH_DEBUG", "1")
-    with pytest.raises(ValueError, match=r"seq_lens\[0\] = 99"):
-        plan_decode(wrapper, inputs, **bounds_of(inputs) | {"seq_lens": ints(99, 0, 64)})
+    bounds = bounds_of(inputs) | {"seq_lens": ints(99, 0, 64)}
+    refused(r"seq_lens\[0\] = 99", plan_decode, wrapper, inputs, **bounds)
 
 
 @on_the_cpu
@@ -279,19 +266,23 @@ def test_a_plan_that_was_too_large_is_split_again():
 
 
 def test_replaced_plans_are_freed(target):
-    """An array that refers to its wrapper does not keep it alive."""
+    """An array that refers to its wrapper does not keep it alive; a copy keeps the plan it has."""
     inputs, wrapper = planned(PAGED, target)
-    runner.plan(wrapper, inputs)
     indices = inputs.indices.clone()
     gone = weakref.ref(indices)
     runner.plan(wrapper, dataclasses.replace(inputs, indices=indices))
     del indices
+    twin = copy.copy(wrapper)
     inputs.qo_indptr.owner = wrapper
-    runner.plan(wrapper, inputs)
+    for one in (wrapper, twin):
+        gc.collect()
+        assert gone() is not None
+        check_run(inputs, twin)
+        runner.plan(one, inputs)
     gc.collect()
     assert gone() is None
     gone = weakref.ref(wrapper)
-    del wrapper, inputs
+    del wrapper, one, inputs
     gc.collect()
     assert gone() is None
 
@@ -299,40 +290,30 @@ def test_replaced_plans_are_freed(target):
 # --- Decode ------------------------------------------------------------------
 
 
-@on_the_cpu
-def test_block_tables_that_are_too_narrow_or_negative(target):
-    inputs, wrapper = unplanned(PAGED, target)
-    table = block_table(inputs, target)[:, :4].contiguous()
-    runner.plan(wrapper, dataclasses.replace(inputs, indices=table))
-    for wrong in (table[:, :-1], torch.full_like(table, -1)):
-        with pytest.raises(ValueError, match="paged_kv_indices"):
-            runner.plan(wrapper, dataclasses.replace(inputs, indices=wrong))
-
-
-def test_an_option_that_is_left_out_again():
-    wrapper, inputs = decode_wrapper(), of_decode((40, 7, 64))
-    for options in ({"window_left": 5}, {"window_left": 5}, {}):
-        plan_decode(wrapper, inputs, **options)
-    check_run(inputs, wrapper)
+QUERIES = {"qo_lens": (2, 2, 2), "mask": MaskKind.CAUSAL}
 
 
 @pytest.mark.parametrize("bounds", [False, True])
 def test_decode_with_other_queries_after_a_repeated_plan(bounds):
     """run(q_len_per_req=) plans the arrays of the last plan() again, also of a repeated one, and
     reads its lengths."""
-    wrapper = decode_wrapper()
-    wanted = of_decode((18, 90, 33), 1, qo_lens=(2, 2, 2), mask=MaskKind.CAUSAL)
+    wrapper, wanted = decode_wrapper(), of_decode((18, 90, 33), 1, **QUERIES)
     for inputs in (of_decode((5,)), of_decode((40, 7, 64)), wanted, wanted):
         plan_decode(wrapper, inputs, **bounds_of(inputs) if bounds else {})
     check_run(wanted, wrapper, q_len_per_req=2)
 
 
-def test_repeated_plans_of_several_queries():
-    wrapper = decode_wrapper()
-    for seed, lens in enumerate(((40, 7, 64), (18, 90, 33), (2, 5, 6))):
-        inputs = of_decode(lens, seed, qo_lens=(2, 2, 2), mask=MaskKind.CAUSAL)
-        arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-        wrapper.begin_forward(*arrays, *SMALL, q_data_type=DECODE.dtype, q_len_per_req=2)
+def test_other_options_in_repeated_plans_of_decode():
+    """An option that is left out again, and several queries."""
+    wrapper, one = decode_wrapper(), of_decode((40, 7, 64))
+    plan_decode(wrapper, one, window_left=5)
+    plan_decode(wrapper, one, window_left=5)
+    for lens, options, more in (
+        ((40, 7, 64), {}, {}),
+        *((lens, QUERIES, {"q_len_per_req": 2}) for lens in ((18, 90, 33), (2, 5, 6), (40, 7, 64))),
+    ):
+        inputs = of_decode(lens, **options)
+        plan_decode(wrapper, inputs, **more)
         check_run(inputs, wrapper)
 
 
@@ -343,7 +324,7 @@ def test_fast_decode_plan(given):
     wrapper = decode_wrapper(*buffers)
     for seed, lens in enumerate(((40, 7, 64), (18, 90, 33), (1, 2, 0))):
         inputs = of_decode(lens, seed)
-        indptr, *rest = arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
+        indptr, *rest = arrays = table(inputs)
         device = {"array": indptr, "other": indptr + 1, "buffer": buffers[0]}.get(given)
         fast_decode_plan(
             wrapper, device, *rest, *SMALL, q_data_type=DECODE.dtype,

@@ -5,12 +5,13 @@ import dataclasses
 import preflash
 import pytest
 import torch
-from bounds import bounds_of
+from fuzz.altered_inputs import with_bounds
 from graph_stage import Limits, Stage, capture
-from planned_cases import check_run
+from planned_cases import bounds_of, check_run, plan_decode, table
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
+from refusals import refused
 from wrapper_options import hints
 
 BOUNDS = (300, 90, 7, 0, 130)
@@ -111,18 +112,6 @@ def test_the_bounds_as_lengths_are_an_ordinary_plan(target, case):
     check_run(given, wrapper, expected)
 
 
-@pytest.mark.parametrize("case", [PAGED, RAGGED, FEW], ids=lambda case: case.name)
-def test_options_of_a_run(target, case):
-    inputs = build(case, device=target.device)
-    wrapper, lens = bounded(inputs, target)
-    sinks = torch.linspace(-1, 1, case.num_qo_heads, device=target.device)
-    for window, of_run in ((9, None), (-1, sinks), (70, sinks)):
-        windowed = dataclasses.replace(case, window_left=window)
-        of_the_run = dataclasses.replace(inputs, case=windowed, sinks=of_run)
-        given, expected = now(of_the_run, lens, runs_of(case)[-1])
-        check_run(given, wrapper, expected, **{} if window < 0 else {"window_left": window})
-
-
 def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
     """Plans between replays overwrite the captured work list in its place."""
     like = dataclasses.replace(PAGED, qo_lens=(), kv_lens=())
@@ -141,8 +130,7 @@ def test_a_graph_replays_the_lengths_of_the_time(target, recorder):
             graph.replay()
             stage.check(inputs, expected=expected)
     for other in ({}, {**options, "seq_lens": lens.clone()}):
-        with pytest.raises(ValueError, match=r"a CUDA graph has captured a run.*seq_lens"):
-            stage.plan(inputs, **other)
+        refused(r"a CUDA graph has captured a run.*seq_lens", stage.plan, inputs, **other)
 
 
 def test_outputs_lie_apart_from_the_lengths(target):
@@ -151,16 +139,10 @@ def test_outputs_lie_apart_from_the_lengths(target):
     memory = torch.zeros(inputs.q.shape, dtype=PAGED.dtype, device=target.device)
     inside = memory.view(torch.int32).flatten()[64:69].copy_(bounds["seq_lens"])
     wrapper = runner.planned(inputs, backend=target.backend, **{**bounds, "seq_lens": inside})
-    with pytest.raises(ValueError, match="out shares memory with seq_lens"):
-        wrapper.run(inputs.q, inputs.cache, out=memory)
+    refused("out shares memory with seq_lens", wrapper.run, inputs.q, inputs.cache, out=memory)
 
 
 # --- Other wrappers ----------------------------------------------------------
-
-
-def table(inputs) -> tuple:
-    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-
 
 SIZES = (4, 2, 64, 16)
 
@@ -169,26 +151,23 @@ SIZES = (4, 2, 64, 16)
 def test_prefill_beside_decode(target, kind):
     """The decode side of one prefill, and both sides of batches."""
     prefill = dataclasses.replace(PAGED, qo_lens=(70, 9), kv_lens=(200, 40))
-    decode = dataclasses.replace(DECODE, num_qo_heads=4)
+    if kind == "POD":
+        prefill = dataclasses.replace(RAGGED, qo_lens=(70,), kv_lens=(200,))
+    decode = dataclasses.replace(DECODE, num_qo_heads=4, mask=MaskKind.NONE)
     p, d = (build(case, device=target.device) for case in (prefill, decode))
     make = getattr(preflash, f"{kind}WithPagedKVCacheWrapper")
     pod = make(runner.workspace(target.device), backend=target.backend)
     lens_p, lens_d = (bounds_of(x)["seq_lens"] for x in (p, d))
     options = {"q_data_type": DECODE.dtype, "lengths_are_upper_bounds": True}
     if kind == "POD":
-        one = p.request(0)
-        pod.plan(*table(d), *SIZES, **options, seq_lens=lens_d)
-        d, expected_d = now(d, lens_d, RUNS[3])
-        out_p, of_d = pod.run(one.q, one.k, one.v, d.q, d.cache, causal_p=True, return_lse_d=True)
-        expected_p = attend(one.q, one.k, one.v, p.pipeline)
-        runner.compare(p, out_p, None, expected_p).check()
+        plan_decode(pod, with_bounds(d), **options, seq_lens=lens_d)
+        got = pod.run_return_lse(p.q, p.k[:200], p.v[:200], d.q, d.cache, causal_p=True)
     else:
-        arrays = [array for x in (p, d) for array in (x.qo_indptr, *table(x))]
+        arrays = [x for y in map(with_bounds, (p, d)) for x in (y.qo_indptr, *table(y))]
         pod.plan(*arrays, *SIZES, **options, seq_lens_p=lens_p, seq_lens_d=lens_d)
-        (p, expected_p), (d, expected_d) = now(p, lens_p, (133, 2)), now(d, lens_d, RUNS[3])
-        of_p, of_d = pod.run(p.q, p.cache, d.q, d.cache, causal_p=True, return_lse=True)
-        runner.compare(p, *of_p, expected_p).check()
-    runner.compare(d, *of_d, expected_d).check()
+        got = pod.run(p.q, p.cache, d.q, d.cache, causal_p=True, return_lse=True)
+    for inputs, result in zip((p, d), got, strict=True):
+        runner.compare(inputs, *result).check()
 
 
 @pytest.mark.parametrize("as_table", [False, True])
@@ -212,20 +191,16 @@ def test_a_shared_prefix(target, kind):
     case = dataclasses.replace(like, num_qo_heads=4, mask=MaskKind.NONE)
     inputs = build(case, device=target.device)
     make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
-    wrapper, bounds = make(runner.workspace(target.device)), bounds_of(inputs)
+    wrapper, given = make(runner.workspace(target.device)), with_bounds(inputs)
+    arrays, dtype = table(given), {"data_type": case.dtype}
     if kind == "Prefill":
-        arrays = (inputs.qo_indptr, *table(inputs))
-        wrapper.begin_forward(*arrays, *SIZES, q_data_type=case.dtype, **bounds)
-    else:
-        wrapper.begin_forward(*table(inputs), *SIZES, data_type=case.dtype, **bounds)
+        arrays, dtype = (given.qo_indptr, *arrays), {"q_data_type": case.dtype}
+    wrapper.begin_forward(*arrays, *SIZES, **dtype, **bounds_of(inputs))
     k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
-    given, _ = now(inputs, bounds["seq_lens"], RUNS[3])
-    out = wrapper.forward(given.q, k, v, given.cache)
-    parts = []
-    for i, length in enumerate(RUNS[3]):
-        one = inputs.request(i)
-        keys, values = torch.cat([k, one.k[:length]]), torch.cat([v, one.v[:length]])
-        parts.append(attend(one.q, keys, values, inputs.pipeline))
-    expected = concatenate(parts)
+    out = wrapper.forward(inputs.q, k, v, inputs.cache)
+    expected = concatenate([
+        attend(one.q, torch.cat([k, one.k]), torch.cat([v, one.v]), inputs.pipeline)
+        for one in map(inputs.request, range(case.batch_size))
+    ])  # fmt: skip
     expected.spread = expected.spread + 2 * expected.out.abs()  # roundings of the merge
-    runner.compare(given, out, None, expected).check()
+    runner.compare(inputs, out, None, expected).check()

@@ -7,6 +7,7 @@ import torch
 from dims_and_singles import SINGLE
 from planned_cases import check_run, planned
 from preflash.testing import Case, MaskKind, build, reference, runner
+from refusals import refused
 from test_cases import DTYPES
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -66,8 +67,7 @@ def test_factors_are_checked_for_the_queries_of_each_plan(target):
         runner.plan(wrapper, inputs, q_data_type=q_dtype, o_data_type=HALF)
         tensors = (inputs.q.to(q_dtype), inputs.k, inputs.v)
         if q_dtype is HALF:
-            with pytest.raises(ValueError, match="scale_q: only an fp8 tensor"):
-                wrapper.run(*tensors, scale_q=factors)
+            refused("scale_q: only an fp8 tensor", wrapper.run, *tensors, scale_q=factors)
         else:
             given = wrapper.run(*tensors, scale_q=factors)
             torch.testing.assert_close(given, wrapper.run(*tensors, q_scale=0.5))
@@ -91,7 +91,8 @@ REFUSED = [
 def test_plan_refuses(target):
     inputs, wrapper = planned(with_dtypes(HALF, page_size=16), target)
     before = wrapper.run(inputs.q, inputs.cache)
-    for q, kv, out, error, says in REFUSED:
-        with pytest.raises(error, match=says):
-            runner.plan(wrapper, inputs, q_data_type=q, kv_data_type=kv, o_data_type=out)
+    for *dtypes, error, says in REFUSED:
+        names = ("q_data_type", "kv_data_type", "o_data_type")
+        wrong = dict(zip(names, dtypes, strict=True))
+        refused(says, runner.plan, wrapper, inputs, error=error, **wrong)
         assert torch.equal(wrapper.run(inputs.q, inputs.cache), before)

@@ -1,11 +1,14 @@
 """out and lse need memory of their own; q itself may be written to, and packed tensors shared."""
 
+import functools
+
 import preflash
 import pytest
 import torch
 from fuzz import fmha_problems
 from planned_cases import planned
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 
 HEADS, HEAD_DIM = 4, 64
 CASE = Case("apart", (200, 3, 0, 70), (300, 90, 7, 70), HEADS, HEADS, HEAD_DIM,
@@ -35,14 +38,20 @@ def lse_in_out(inputs, _):
     return {"out": out, "lse": on(out, out, lse=True)}
 
 
-# Outputs and q, made of inputs and a workspace. Where a plan does not use the workspace, a later
-# plan may, and graphs reserve memory there.
+def lse_in_sinks(inputs, _):
+    lse = torch.zeros(inputs.q.shape[0], HEADS, device=inputs.q.device)
+    return {"lse": lse, "sinks": lse[-1]}
+
+
+# Outputs, q and sinks, made of inputs and a workspace. Where a plan does not use the workspace, a
+# later plan may, and graphs reserve memory there.
 SHARED = {
     "out shares memory with k": [lambda x, _: {"out": on(x.k, x.q)}],
     "out shares memory with v": [lambda x, _: {"out": on(x.v, x.q)}],
     "out shares memory with q": [a_row_after_q, q_of_other_strides],
     "lse shares memory with q": [lambda x, _: {"lse": on(x.q, x.q, lse=True)}],
     "lse shares memory with out": [lse_in_out],
+    "lse shares memory with sinks": [lse_in_sinks],
     "out shares memory with float_workspace_buffer": [
         lambda x, workspace: {"out": on(workspace, x.q)},
         lambda x, workspace: {"out": on(workspace, x.q, 1 << 20)},
@@ -54,41 +63,36 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("says", SHARED)
-@pytest.mark.parametrize("case", [CASE, SPLIT], ids=lambda case: case.name)
-def test_shared_outputs(target, case, says):
-    """run() refuses shared outputs in a first call, and after calls that it remembers."""
+def inside(name: str):
+    """Returns a change that puts q, k or v into the workspace."""
+    return lambda x, workspace: {name: on(workspace, getattr(x, name)).copy_(getattr(x, name))}
+
+
+IN_WORKSPACE = {
+    f"float_workspace_buffer shares memory with {name},": [inside(name)] for name in "qkv"
+}
+ROWS = [(CASE, *row) for row in SHARED.items()]
+ROWS += [(SPLIT, *row) for row in (SHARED | IN_WORKSPACE).items()]
+
+
+@pytest.mark.parametrize(("case", "says", "places"), ROWS)
+def test_shared_memory(target, case, says, places):
+    """run() refuses shared memory in a first call, and after calls that it remembers."""
     inputs = build(case, device=target.device)
     workspace = runner.workspace(target.device)
     wrapper = runner.make_wrapper(case, backend=target.backend, buffer=workspace)
     positional, options = runner.plan_arguments(inputs)
     assert (wrapper.workspace_size(*positional, **options)[0] > 0) == (case is SPLIT)
-    for place in SHARED[says]:
+    for place in places:
         runner.plan(wrapper, inputs)
         given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, **place(inputs, workspace)}
-        before = [t.clone().view(torch.uint8) for t in given.values()]
         for _ in range(3):
-            with pytest.raises(ValueError, match=says):
-                wrapper.run(**given)
-            if "workspace" not in says:
-                after = [t.view(torch.uint8) for t in given.values()]
-                assert all(map(torch.equal, before, after))
+            before = [t.clone().view(torch.uint8) for t in given.values()]
+            refused(says, wrapper.run, **given)
+            assert all(map(torch.equal, before, (t.view(torch.uint8) for t in given.values())))
             out = torch.empty_like(inputs.q)
             wrapper.run(inputs.q, inputs.k, inputs.v, out=out)
             runner.compare(inputs, out, None).check()
-
-
-def test_inputs_in_the_workspace_of_a_split(target):
-    inputs = build(SPLIT, device=target.device)
-    workspace = runner.workspace(target.device)
-    wrapper = runner.make_wrapper(SPLIT, backend=target.backend, buffer=workspace)
-    runner.plan(wrapper, inputs)
-    tensors = {name: getattr(inputs, name) for name in "qkv"}
-    for name, tensor in tensors.items():
-        inside = on(workspace, tensor).copy_(tensor)
-        with pytest.raises(ValueError, match=f"float_workspace_buffer shares memory with {name},"):
-            wrapper.run(**{**tensors, name: inside})
-        assert torch.equal(inside.view(torch.int16), tensor.view(torch.int16))
 
 
 @pytest.mark.parametrize("split", [0, 64])
@@ -112,8 +116,7 @@ def test_q_itself_if_ctas_share_its_rows(target):
     inputs, wrapper = planned(case, target)
     q = inputs.q.clone()
     if wrapper.variant.startswith("sm90"):
-        with pytest.raises(ValueError, match="out shares memory with q"):
-            wrapper.run(q, inputs.k, inputs.v, out=q)
+        refused("out shares memory with q", wrapper.run, q, inputs.k, inputs.v, out=q)
         assert torch.equal(q.view(torch.int16), inputs.q.view(torch.int16))
         return
     out, lse = wrapper.run(q, inputs.k, inputs.v, out=q, return_lse=True)
@@ -130,45 +133,44 @@ def test_parts_of_one_packed_tensor(target, dim):
     q, k, out, v = packed.unbind(dim)
     q[:TOKENS] = inputs.q
     k[: inputs.k.shape[0]], v[: inputs.v.shape[0]] = inputs.k[:tokens], inputs.v[:tokens]
-    wrapper.run(q[:TOKENS], k, v, out=out[:TOKENS])
+    run = functools.partial(wrapper.run, q[:TOKENS], k, v)
+    run(out=out[:TOKENS])
     runner.compare(inputs, out[:TOKENS], None).check()
-    with pytest.raises(ValueError, match="out shares memory with k"):
-        wrapper.run(q[:TOKENS], k, v, out=k[1 : TOKENS + 1])
-    # Begins in out's part and ends in v's, or begins in k's and ends in out's.
-    for shift, name in [(8, "v"), (-8, "k")] if dim == 2 else []:
-        shifted = packed.view(-1)[2 * HEAD_DIM + shift :]
-        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-            wrapper.run(q[:TOKENS], k, v, out=shifted.as_strided(out[:TOKENS].shape, out.stride()))
+    wrong = [("k", k[1 : TOKENS + 1])]
+    if dim == 2:  # begins in out's part and ends in v's, or begins in k's and ends in out's
+        for name, shift in (("v", 8), ("k", -8)):
+            shifted = packed.view(-1)[2 * HEAD_DIM + shift :]
+            wrong.append((name, shifted.as_strided(out[:TOKENS].shape, out.stride())))
+    for name, other in wrong:
+        refused(f"out shares memory with {name}", run, out=other)
 
 
 def test_functions(target):
-    q = torch.randn(64, 2, 64, device=target.device).half()
-    k, v = torch.randn(2, 64, 2, 64, device=target.device).half()
-    for name, value in (("k", k), ("v", v)):
-        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-            preflash.single_prefill_with_kv_cache(q, k, v, out=value, backend=target.backend)
-    memory = runner.workspace(target.device)
-    lengths = torch.tensor([3], dtype=torch.int32)
-    q = torch.ones(3, 2, 128, dtype=torch.float16, device=target.device)
-    with pytest.raises(ValueError, match="out shares memory with workspace_buffer"):
-        preflash.cudnn_batch_prefill_with_kv_cache(
-            q, q, q, 0.1, memory, max_token_per_sequence=3, max_sequence_kv=3,
-            actual_seq_lens_q=lengths, actual_seq_lens_kv=lengths, causal=True, return_lse=False,
-            out=on(memory, q, 2048), backend=target.backend,
-        )  # fmt: skip
-    inputs = fmha_problems.build(fmha_problems.FmhaCase((3,), (5,)), target.device)
+    device, lengths = target.device, torch.tensor([3], dtype=torch.int32)
+    memory = runner.workspace(device)
+    x = torch.ones(3, 2, 128, dtype=torch.float16, device=device)
+    y, z = torch.randn(2, *x.shape, device=device).half()
+    single = functools.partial(preflash.single_prefill_with_kv_cache, backend=target.backend)
+    refused("out shares memory with k", single, x, y, z, out=y)
+    refused("out shares memory with v", single, x, y, z, out=z)
+    cudnn = functools.partial(
+        preflash.cudnn_batch_prefill_with_kv_cache, x, x, x, 0.1, memory, max_token_per_sequence=3,
+        max_sequence_kv=3, actual_seq_lens_q=lengths, actual_seq_lens_kv=lengths, causal=True,
+        return_lse=False, backend=target.backend,
+    )  # fmt: skip
+    inputs = fmha_problems.build(fmha_problems.FmhaCase((3,), (5,)), device)
     given = inputs.arguments | {"workspace_buffer": memory, "backend": target.backend}
-    out = preflash.trtllm_fmha_v2_prefill(**given)
-    inside = memory[1024:].view(out.dtype)[: out.numel()].view(out.shape)
-    with pytest.raises(ValueError, match="out shares memory with workspace_buffer"):
-        preflash.trtllm_fmha_v2_prefill(**given | {"out": inside})
+    for call in (cudnn, functools.partial(preflash.trtllm_fmha_v2_prefill, **given)):
+        out = call()
+        out = (out[0] if isinstance(out, tuple) else out).contiguous()
+        refused("out shares memory with workspace_buffer", call, out=on(memory, out, 2048))
 
 
 def test_workspaces_share_no_memory(target):
     inputs, wrapper = planned(SPLIT, target)
     memory = runner.workspace(target.device, 4 << 20)
     for buffers in ((memory, memory), (memory[: 3 << 20], memory[2 << 20 :])):
-        with pytest.raises(ValueError, match="int_workspace_buffer shares memory with float"):
-            wrapper.reset_workspace_buffer(*buffers)
+        says = "int_workspace_buffer shares memory with float"
+        refused(says, wrapper.reset_workspace_buffer, *buffers)
     wrapper.reset_workspace_buffer(memory[: 3 << 20], memory[3 << 20 :])
     runner.compare(inputs, *runner.run(wrapper, inputs)).check()

@@ -7,10 +7,12 @@ import math
 
 import pytest
 import torch
+from changed_tensors import freed, meta, misaligned, negative, wide_rows
 from planned_cases import planned, tensors
 from preflash import _core
 from preflash._check import torch_modes
 from preflash.testing import Case, KvForm, MaskKind, build, runner
+from refusals import refused
 from torch.autograd import forward_ad
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
@@ -78,47 +80,32 @@ def test_few_launches_are_kept(target):
         assert torch.equal(wrapper.run(longer, k, v)[: q.shape[0]], expected)
 
 
-def wider(t):
-    memory = torch.zeros((*t.shape[:-1], 2 * t.shape[-1]), dtype=t.dtype, device=t.device)
-    return memory[..., : t.shape[-1]].copy_(t)
-
-
 class Plain(torch.Tensor):
     pass
-
-
-def freed(t):
-    t = t.clone()
-    t.untyped_storage().resize_(0)
-    return t
-
-
-def unaligned(t):
-    memory = torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)
-    return memory[1:].view(t.shape).copy_(t)
 
 
 CHANGES = {
     "same": lambda t: t,
     "more rows": lambda t: torch.cat([t, t[:3]]),
     "fewer rows": lambda t: t[:-1],
-    "strides": wider,
+    "strides": lambda t: wide_rows(t, 2 * t.shape[-1]),
     "dtype": lambda t: t.float(),
     "heads": lambda t: t[:, :2],
     "dimensions": lambda t: t[None],
     "a subclass": lambda t: t.as_subclass(Plain),
     "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
     "a gradient": lambda t: t.clone().requires_grad_(),
-    "on the device meta": lambda t: t.to("meta"),
-    "sparse": lambda t: t.to_sparse(),
+    "on the device meta": meta,
+    "sparse": torch.Tensor.to_sparse,
     "freed": freed,
-    "unaligned": unaligned,
-    "negative": torch._neg_view,
-    "a list": lambda t: t.tolist(),
+    "unaligned": misaligned,
+    "negative": negative,
+    "a list": torch.Tensor.tolist,
     "none": lambda t: None,
     "an array": lambda t: t.float().cpu().numpy(),
 }
-PLACES = ("q", "q_with_out", "k", "v", "cache", "first_of_pair", "out")
+# A tensor's place among the arguments; -1: out.
+PLACES = {"q": 0, "q_with_out": 0, "k": 1, "v": 2, "cache": 1, "first_of_pair": 1, "out": -1}
 CHANGED = [
     (place, change)
     for place, change in itertools.product(PLACES, CHANGES)
@@ -138,8 +125,7 @@ def outcome(inputs, wrapper, place: str, change=lambda t: t):
     elif place == "first_of_pair":
         given[1] = (change(inputs.cache[:, 0]), inputs.cache[:, 1])
     else:
-        at = {"q": 0, "q_with_out": 0, "k": 1, "v": 2, "cache": 1}[place]
-        given[at] = change(given[at])
+        given[PLACES[place]] = change(given[PLACES[place]])
     try:
         return wrapper.run(*given, **options)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -235,18 +221,6 @@ def test_refusals_after_runs(target, call, error, says):
         for _ in range(runs_before):
             wrapper.run(*tensors(inputs))
             wrapper.run(*tensors(inputs), out=torch.empty_like(inputs.q))
-        with pytest.raises(error, match=says):
-            call(wrapper, *tensors(inputs))
+        refused(says, call, wrapper, *tensors(inputs), error=error)
         runner.plan(wrapper, inputs)
         runner.compare(inputs, wrapper.run(*tensors(inputs)), None).check()
-
-
-def test_pages_beyond_a_cache_that_passed(target):
-    inputs, wrapper = planned(PAGED, target)
-    q, cache = tensors(inputs)
-    wrapper.run(q, cache)
-    beyond = inputs.indices.cpu().clone()
-    beyond[3] = cache.shape[0]
-    runner.plan(wrapper, dataclasses.replace(inputs, indices=beyond))
-    with pytest.raises(ValueError, match=f"paged_kv_indices holds {cache.shape[0]}; "):
-        wrapper.run(q, cache)

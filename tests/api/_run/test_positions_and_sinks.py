@@ -1,0 +1,138 @@
+"""Positions and sinks change from plan to plan and call to call; test_cases.py has their cases."""
+
+import dataclasses
+
+import pytest
+import torch
+from planned_cases import check_run, planned
+from preflash.testing import Case, Magnitude, MaskKind, Position, build, reference, runner
+from preflash.testing.oracle import Rope, alibi_slopes
+
+ALIBI, ROPE = Position.ALIBI, Position.ROPE
+RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64)
+BASES = {"log2": 1.4426950408889634, "ln": 1.0}
+
+
+def test_slopes_of_heads_that_are_no_power_of_two():
+    """Kernels are compared with these by every case of ALiBi."""
+    assert alibi_slopes(6).tolist() == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+
+
+def test_very_negative_logits_of_rope(target):
+    case = Case("negative", (20, 70), (77, 300), 4, 2, 64, magnitude=Magnitude.VERY_NEGATIVE,
+                sm_scale=1e-3, mask=MaskKind.CAUSAL, position=ROPE)  # fmt: skip
+    inputs, wrapper = planned(case, target)
+    # Rotated products are not exact: they are rounded as ordinary numbers are.
+    runner.compare(inputs, *runner.run(wrapper, inputs), logit_rounding=32.0).check()
+
+
+def check_pipeline(inputs, result, **changes) -> None:
+    """Compares a result with the oracle's for another slope or rotation."""
+    pipeline = dataclasses.replace(inputs.pipeline, **changes)
+    case = dataclasses.replace(inputs.case, position=ROPE if pipeline.rope else Position.NONE)
+    planned_for = dataclasses.replace(inputs, case=case)  # GPUs round what they rotate
+    runner.compare(planned_for, *result, reference(inputs, pipeline=pipeline)).check()
+
+
+MODES = [("ALIBI", None), ("ROPE_LLAMA", Rope()), ("NONE", None), ("ROPE_LLAMA", Rope(8.0, 5e5)),
+         ("ROPE_LLAMA", Rope(8.0)), ("ALIBI", None), ("NONE", None)]  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_positions_planned_again(target, page_size):
+    """Each plan() sets the encoding and its frequencies."""
+    case = dataclasses.replace(RAGGED, page_size=page_size)
+    inputs, wrapper = planned(case, target)
+    slopes = build(dataclasses.replace(case, position=ALIBI)).pipeline.slopes
+    for mode, rope in MODES:
+        options = {} if rope is None else {"rope_scale": rope.scale, "rope_theta": rope.theta}
+        runner.plan(wrapper, inputs, pos_encoding_mode=mode, **options)
+        changes = {"rope": rope, "slopes": slopes if mode == "ALIBI" else None}
+        check_pipeline(inputs, runner.run(wrapper, inputs), **changes)
+
+
+def test_forward_has_its_own_frequencies(target):
+    """The defaults of the deprecated call replace the frequencies of plan()."""
+    case = dataclasses.replace(RAGGED, position=ROPE, mask=MaskKind.CAUSAL)
+    inputs, wrapper = planned(case, target, rope_theta=77.0)
+    llama = {"pos_encoding_mode": "ROPE_LLAMA"}
+    others = {**llama, "rope_scale": 2, "rope_theta": 5e5}
+    for rope, options in ((Rope(), llama), (Rope(2.0, 5e5), others), (None, {})):
+        tensors = (inputs.q, inputs.k, inputs.v)
+        result = wrapper.forward_return_lse(*tensors, causal=True, **options)
+        check_pipeline(inputs, result, rope=rope)
+
+
+def test_single_requests_keep_their_frequencies_apart(target):
+    """Plans of single requests are remembered."""
+    inputs = build(Case("apart", (9,), (30,), 4, 2, 64, position=ROPE), device=target.device)
+    for rope in (Rope(), Rope(2.0), Rope(2.0, 50.0), Rope()):
+        options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
+        check_pipeline(inputs, runner.single(inputs, backend=target.backend, **options), rope=rope)
+
+
+# --- Sinks --------------------------------------------------------------------
+
+
+def values(device) -> torch.Tensor:
+    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
+
+
+@pytest.mark.parametrize("split", [None, 64])
+def test_sinks_beyond_float32_in_base_2(target, split):
+    """A sink as large as float32 permits is the largest number of its sign in base 2, too; an
+    infinity would make NaN of rows whose keys are split. Rows without keys keep the sink alone."""
+    largest = torch.finfo(torch.float32).max
+    sinks = torch.tensor([largest, 2.5e38, -largest, -2.5e38])
+    case = Case("largest", (1, 40, 9), (700, 333, 0), 4, 2, 64, page_size=16)
+    inputs, wrapper = planned(dataclasses.replace(case, fixed_split_size=split), target)
+    for base, unit in BASES.items():
+        without, lse_without = runner.run(wrapper, inputs, lse_base=base)
+        out, lse = runner.run(wrapper, inputs, lse_base=base, sinks=target.to(sinks))
+        alone = torch.sign(sinks) * largest * (unit / BASES["log2"])
+        alone = target.to(alone).expand(lse.shape)
+        assert bool((out[:, :2] == 0).all())
+        torch.testing.assert_close(lse[:, :2], alone[:, :2], rtol=1e-6, atol=0.0)
+        assert torch.equal(out[:, 2:], without[:, 2:])
+        torch.testing.assert_close(lse[:41, 2:], lse_without[:41, 2:], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(lse[41:, 2:], alone[41:, 2:], rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mask": MaskKind.CAUSAL},
+        {"mask": MaskKind.CUSTOM, "page_size": 16},
+        {"mask": MaskKind.CAUSAL, "fixed_split_size": 64},
+    ],
+    ids=["ragged", "paged", "split"],
+)
+def test_each_run_has_its_own(target, changes):
+    """Other memory, other values in the same memory, and none; scales do not apply to sinks."""
+    inputs, wrapper = planned(dataclasses.replace(RAGGED, **changes), target)
+    sinks, scales = values(target.device), {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}
+    for change in (torch.Tensor.clone, lambda t: t.flip(0) * 3, lambda t: t.mul_(0.5)):
+        sinks = change(sinks)
+        given = dataclasses.replace(inputs, sinks=sinks)
+        pipeline = given.pipeline
+        windowed = dataclasses.replace(pipeline, window_left=3)
+        scaled = dataclasses.replace(pipeline, sm_scale=pipeline.sm_scale * 1.5, out_scale=0.25)
+        for base, of_run, options in (
+            ("log2", pipeline, {}),
+            ("log2", windowed, {"window_left": 3}),
+            ("ln", scaled, scales),
+            ("log2", pipeline, {}),
+        ):
+            expected = reference(given, pipeline=of_run)
+            result = runner.run(wrapper, inputs, sinks=sinks, lse_base=base, **options)
+            runner.compare(given, *result, expected, lse_base=base).check()
+        check_run(inputs, wrapper)
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
+def test_each_single_request_has_its_own(target, mask):
+    case = Case("single", (9,), (30,), 4, 2, 64, mask=mask)
+    inputs = build(case, device=target.device)
+    for sinks in (values(target.device), None, values(target.device).flip(0), None):
+        given = dataclasses.replace(inputs, sinks=sinks)
+        runner.compare(given, *runner.single(given, backend=target.backend)).check()
