@@ -1,8 +1,8 @@
 """SGLang's attention backend preflash runs on stand-ins for SGLang, and in tests/engines on its own
 files."""
 
+import importlib
 import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +11,9 @@ from engine_modules import (
     DECODES,
     MIXED,
     Request,
-    add_modules,
     close,
-    import_afresh,
     recorded_plans,  # noqa: F401
+    stand_ins,
 )
 from preflash.integrations import sglang as integration
 from sglang_stand_ins import (
@@ -33,11 +32,6 @@ from sglang_stand_ins import (
     reference,
 )
 
-OURS = tuple(
-    f"preflash.integrations.sglang.{name}"
-    for name in ("tables", "layers", "limits", "steps", "plans", "backend", "draft")
-)
-
 
 @pytest.fixture
 def sglang(monkeypatch, target):
@@ -50,57 +44,45 @@ def sglang(monkeypatch, target):
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
         device=torch.device(target.device),
     )
-    of_verify = {"VerifyMask": object, "maybe_create_verify_mask": lambda **given: given}
     modules = {
-        "layers.attention.base_attn_backend": {"AttentionBackend": type("Base", (), {})},
-        "layers.attention.verify_mask": of_verify,
-        "layers.radix_attention": {"AttentionType": AttentionType, "RadixAttention": Layer},
-        "mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
-        "runtime_context": {
+        "srt.layers.radix_attention": {"AttentionType": AttentionType, "RadixAttention": Layer},
+        "srt.mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
+        "srt.runtime_context": {
             "get_exec": lambda: SimpleNamespace(deterministic=found.deterministic),
             "get_parallel": lambda: found.parallel,
             "get_spec": lambda: found.spec,
         },
-        "speculative.spec_utils": {"resolve_draft_decode_window": lambda _: found.state.window},
+        "srt.speculative.spec_utils": {"resolve_draft_decode_window": lambda _: found.state.window},
     }
-    add_modules(monkeypatch, {f"sglang.srt.{name}": module for name, module in modules.items()})
-    *_, backend, draft = import_afresh(monkeypatch, OURS)
-    found.backend = backend.PreflashAttnBackend
-    found.draft = draft.PreflashMultiStepDraftBackend
-    return found
+    integration = ("backend", "draft", "registration")
+    with stand_ins("sglang", modules, integration) as (backend, draft, found.registration):
+        found.backend = backend.PreflashAttnBackend
+        found.draft = draft.PreflashMultiStepDraftBackend
+        yield found
 
 
 # The name.
 
 
-def test_the_name_and_the_hook(monkeypatch, sglang):
+def test_the_name_and_the_hook(sglang):
     """Both are registered once; the hook adds draft backends to SGLang's own."""
-    factories, choices, deterministic, hooks = {}, ["fa3"], ["triton"], []
-    modules = {
-        "arg_groups.choices": {
-            "add_attention_backend_choices": choices.extend,
-            "add_deterministic_attention_backend_choices": deterministic.extend,
-        },
-        "layers.attention.attention_registry": {
-            "register_attention_backend": lambda name: lambda make: factories.setdefault(name, make)
-        },
-        "plugins.hook_registry": {
-            "HookType": SimpleNamespace(BEFORE="before"),
-            "HookRegistry": SimpleNamespace(register=lambda *given: hooks.append(given)),
-        },
-    }
-    for name, values in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
-    monkeypatch.setattr(integration.registration, "_registered", False)
-    integration.load_plugin()
-    integration.register()
-    assert choices == ["fa3", "preflash"]
-    assert deterministic == ["triton", "preflash"]
-    ((name, make),) = factories.items()
+    factories, names, deterministic, hooks = [], [], [], []
+    choices, registry, plugins = (
+        importlib.import_module(f"sglang.srt.{name}")
+        for name in (
+            "arg_groups.choices", "layers.attention.attention_registry", "plugins.hook_registry"
+        )
+    )  # fmt: skip
+    choices.add_attention_backend_choices = names.extend
+    choices.add_deterministic_attention_backend_choices = deterministic.extend
+    registry.register_attention_backend = lambda name: lambda make: factories.append((name, make))
+    plugins.HookRegistry.register = lambda *given: hooks.append(given)
+    sglang.registration.load_plugin()
+    sglang.registration.register()
+    assert names == deterministic == ["preflash"]
+    ((name, make),) = factories
     ((place, hook, kind),) = hooks
-    assert (name, kind) == ("preflash", "before")
+    assert (name, kind) == ("preflash", plugins.HookType.BEFORE)
     assert place == "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     runner, theirs = Engine(sglang).runner, {"fa3": lambda: None}
     assert type(make(runner)) is sglang.backend
@@ -117,7 +99,6 @@ def test_the_name_and_the_hook(monkeypatch, sglang):
 
 
 def test_without_sglang(monkeypatch, capsys):
-    monkeypatch.setattr(integration.registration, "_registered", False)
     monkeypatch.setitem(sys.modules, "sglang", None)
     integration.load_plugin()
     assert "no attention backend preflash in SGLang: " in capsys.readouterr().err

@@ -2,6 +2,7 @@
 tests/engines on vLLM's own files."""
 
 import enum
+import importlib
 import itertools
 import pickle
 import sys
@@ -15,18 +16,15 @@ from engine_modules import (
     DECODES,
     MIXED,
     Request,
-    add_modules,
     attended,
     close,
-    import_afresh,
     recorded_plans,  # noqa: F401
+    stand_ins,
 )
 from preflash.integrations import vllm as integration
 from preflash.testing.oracle import Pipeline
 
 PAGE, D, HEADS, KV_HEADS = 16, 64, 4, 2
-REGISTRY = "vllm.v1.attention.backends.registry"
-OURS = tuple(f"preflash.integrations.vllm.{name}" for name in ("impl", "builder", "backend"))
 
 
 # The name.
@@ -53,17 +51,18 @@ def backends(with_register):
 
 
 @pytest.mark.parametrize("with_register", [True, False])
-def test_the_name_in_the_enum(monkeypatch, with_register):
+def test_the_name_in_the_enum(vllm, with_register):
     """A process that has not loaded the plugin unpickles the name."""
     names, other = backends(with_register), backends(with_register)
-    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": names}})
-    integration.load_plugin()
-    member = integration.register()
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    registry.AttentionBackendEnum = names
+    vllm.registration.load_plugin()
+    member = vllm.registration.register()
     assert member is names["PREFLASH"] is names.PREFLASH is names(member.value)
     assert [each.name for each in names] == ["FLASH_ATTN", "CUSTOM", "PREFLASH"]
-    assert member.value == "preflash.integrations.vllm.backend.PreflashBackend"
+    assert member.value == f"{vllm.backend.__module__}.{vllm.backend.__name__}"
     pickled = pickle.dumps({"backend": member})
-    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": other}})
+    registry.AttentionBackendEnum = other
     assert pickle.loads(pickled)["backend"] is other["PREFLASH"]
 
 
@@ -82,26 +81,10 @@ def test_without_vllm(monkeypatch, capsys):
 def vllm(monkeypatch, target):
     """Imports the backend's classes on stand-ins, for the target's device."""
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
-
-    class AttentionImpl:
-        dcp_world_size = pcp_world_size = 1
-
-    class AttentionMetadataBuilder:
-        def __init__(self, *_):
-            pass
-
-        def __class_getitem__(cls, _):
-            return cls
-
-    class AttentionType(str, enum.Enum):
-        DECODER = "decoder"
-        ENCODER = "encoder"
-        ENCODER_ONLY = "encoder_only"
-        ENCODER_DECODER = "encoder_decoder"
-
     layers = {}
     platform = SimpleNamespace(sm90=True)
     platform.is_device_capability_family = lambda family: platform.sm90 and family == 90
+    types = ("decoder", "encoder", "encoder_only", "encoder_decoder")
     modules = {
         "config": {
             "get_layers_from_vllm_config": lambda _config, _kind, names: {
@@ -110,21 +93,17 @@ def vllm(monkeypatch, target):
         },
         "envs": {"VLLM_BATCH_INVARIANT": False},
         "platforms": {"current_platform": platform},
-        "model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
         "v1.attention.backend": {
-            "AttentionBackend": object, "AttentionImpl": AttentionImpl,
-            "AttentionType": AttentionType, "AttentionMetadata": object,
-            "AttentionCGSupport": enum.Enum("AttentionCGSupport", "NEVER ALWAYS"),
-            "AttentionMetadataBuilder": AttentionMetadataBuilder,
-            "CommonAttentionMetadata": SimpleNamespace, "MultipleOf": int,
+            "AttentionImpl": type("AttentionImpl", (), {"dcp_world_size": 1, "pcp_world_size": 1}),
+            "AttentionType": SimpleNamespace(**{name.upper(): name for name in types}),
         },
-        "v1.kv_cache_interface": {
-            "EncoderOnlyAttentionSpec": type("EncoderOnlyAttentionSpec", (), {})
-        },
-    }  # fmt: skip
-    add_modules(monkeypatch, {f"vllm.{name}": module for name, module in modules.items()})
-    backend = import_afresh(monkeypatch, OURS)[-1].PreflashBackend
-    return SimpleNamespace(backend=backend, layers=layers, platform=platform, device=target.device)
+        "v1.kv_cache_interface": {"EncoderOnlyAttentionSpec": type("Spec", (), {})},
+    }
+    with stand_ins("vllm", modules, ["registration", "backend"]) as (registration, module):
+        yield SimpleNamespace(
+            backend=module.PreflashBackend, registration=registration, layers=layers,
+            platform=platform, device=target.device,
+        )  # fmt: skip
 
 
 class Group:
@@ -716,7 +695,8 @@ def test_configurations(vllm, head_size, cache, says):
 def test_graphs_of_mixed_batches_but_not_of_encoders(vllm):
     encoder = sys.modules["vllm.v1.kv_cache_interface"].EncoderOnlyAttentionSpec()
     support, some = vllm.backend.get_builder_cls().get_cudagraph_support, object()
+    answers = sys.modules["vllm.v1.attention.backend"].AttentionCGSupport
     for speculative, lora, spec in itertools.product((None, some), (None, some), (encoder, some)):
         config = SimpleNamespace(speculative_config=speculative, lora_config=lora)
         is_never = spec is encoder or (speculative is some and lora is some)
-        assert support(config, spec).name == ("NEVER" if is_never else "ALWAYS")
+        assert support(config, spec) is (answers.NEVER if is_never else answers.ALWAYS)

@@ -42,7 +42,7 @@ class Anything:
         return Anything(f"{self.__name__}()")
 
     def __mro_entries__(self, bases: tuple) -> tuple:
-        return () if any(isinstance(base, type) for base in bases) else (object,)
+        return () if any(isinstance(base, type) for base in bases) else (Base,)
 
     def __getitem__(self, key: Any) -> Any:
         return self
@@ -60,6 +60,13 @@ class Anything:
 
     def __repr__(self) -> str:
         return f"<stand-in for {self.__name__}>"
+
+
+class Base:
+    """A base class that computes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
