@@ -66,9 +66,9 @@ class _DecodeTrial(Trial):
             del options[name]
         return tuple(arguments), options
 
-    def compute(self, **overrides):
+    def compute(self, **outputs):
         if self.call.entry is not Entry.SINGLE:
-            return super().compute(**overrides)
+            return super().compute(**outputs)
         inputs, case, return_lse = self.inputs, self.inputs.case, self.call.return_lse
         tokens = 0 if case.layout == "NHD" else 1
         returned = preflash.single_decode_with_kv_cache(

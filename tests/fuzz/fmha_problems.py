@@ -189,29 +189,22 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
         out = torch.full((qo[-1] + SPARE, case.num_heads, case.dim_vo), math.nan)
         out = out.to(case.out_dtype or case.dtype).to(device)
     arguments = {
-        "qkv": _arranged(case, *operands, device),
-        "input_layout": case.layout,
+        "qkv": _arranged(case, *operands, device), "input_layout": case.layout,
         "workspace_buffer": torch.zeros(case.workspace, dtype=torch.uint8, device=device),
-        "seq_lens": array(case.kv_lens),
+        "seq_lens": array(case.kv_lens), "batch_size": len(case.qo_lens),
         "max_q_len": max(case.qo_lens) + case.spare_length,
         "max_kv_len": max(case.kv_lens) + (0 if case.paged else case.spare_length),
-        "bmm1_scale": scale(case.bmm1),
-        "bmm2_scale": scale(case.bmm2),
-        "batch_size": len(case.qo_lens),
+        "bmm1_scale": scale(case.bmm1), "bmm2_scale": scale(case.bmm2),
         "cum_seq_lens_q": array(qo),
         "cum_seq_lens_kv": None if case.paged and not case.offsets_of_pages else array(kv),
         "block_tables": None if table is None else array(table),
-        "out": out,
-        "out_dtype": case.out_dtype,
+        "out": out, "out_dtype": case.out_dtype,
         "sinks": [case.pipeline.sinks.to(device)] if case.sinks else None,
         "pos_encoding_mode": "alibi" if case.alibi else None,
-        "logits_soft_cap_scale": case.soft_cap,
-        "mask_mode": case.mask_mode,
-        "window_left": case.window_left,
-        "chunked_attention_size": case.chunk,
-        "save_softmax_stats": case.stats,
-        "skip_softmax_threshold_scale_factor": case.skip_factor,
-    }
+        "logits_soft_cap_scale": case.soft_cap, "mask_mode": case.mask_mode,
+        "window_left": case.window_left, "chunked_attention_size": case.chunk,
+        "save_softmax_stats": case.stats, "skip_softmax_threshold_scale_factor": case.skip_factor,
+    }  # fmt: skip
     return FmhaInputs(case, arguments, requests, qo)
 
 
