@@ -18,7 +18,6 @@ from preflash.cli.console import progress
 from preflash.cli.machine import Place, choose_places
 
 from . import (
-    append_problems,
     cudnn_trial,
     decode_problems,
     fmha_problems,
@@ -38,7 +37,6 @@ CALLS = {
     "trtllm_fmha_v2_prefill": (fmha_problems.draw, fmha_problems.examine),
     "decode": (decode_problems.draw, decode_problems.examine),
     "pod": (pod_trial.draw, pod_trial.examine),
-    "append_paged_kv_cache": (append_problems.draw, append_problems.examine),
     "cudnn_batch_prefill_with_kv_cache": (cudnn_trial.draw, cudnn_trial.examine),
 }
 

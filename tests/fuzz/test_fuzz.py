@@ -156,17 +156,8 @@ def written_queries(returned, wrapper, q_p, *operands, **options):
     q_p.untyped_storage()[:1] = 7
 
 
-def spilled(returned, key, value, owners, positions, cache, **table):
-    memory_of(cache if isinstance(cache, torch.Tensor) else cache[0])[-1] ^= 1
-
-
-def without_last(honest, key, value, owners, positions, cache, **table):
-    owners = torch.where((owners >= 0) & (owners == owners.max()), -1, owners)
-    honest(key, value, owners, positions, cache, **table)
-
-
 FMHA, CUDNN = "--call trtllm_fmha_v2_prefill", "--call cudnn_batch_prefill_with_kv_cache"
-APPEND, DECODE, POD = "--call append_paged_kv_cache", "--call decode", "--call pod"
+DECODE, POD = "--call decode", "--call pod"
 DECODES = [preflash.BatchDecodeWithPagedKVCacheWrapper]
 PODS = [preflash.PODWithPagedKVCacheWrapper, preflash.BatchPODWithPagedKVCacheWrapper]
 # A search by its arguments: the owners of the function, the number of problems, how many operations
@@ -175,13 +166,11 @@ SEARCHES = {
     "": ([runner], 250, 1e6, "9"),
     FMHA: ([preflash], 9, 3e6, "8:40"),
     CUDNN: ([preflash], 100, 1e6, "3"),
-    APPEND: ([preflash], 20, 3e6, "3"),
     DECODE: (DECODES, 150, 2e6, "3"),
     POD: (PODS, 100, 2e6, "3"),
 }
 NEUTRAL_PLAN = NEUTRAL | {"custom_mask": None, "packed_custom_mask": None}
 WRITTEN, OUTSIDE, EITHER = "elements around it were written", "outside their bound", "out:|lse:"
-BYTES = "bytes differ from a loop's"
 # Arguments of the search, the name of the function, a fault of it, and the failure.
 FAULTS = [
     ("", "run", after(wrong_number), OUTSIDE),
@@ -222,8 +211,6 @@ FAULTS = [
     *((DECODE, "plan", changed(name, NEUTRAL_PLAN[name]), EITHER)
       for name in ("window_left", "logits_soft_cap", "sm_scale")),
     *((DECODE, "run", changed(name, None), EITHER) for name in ("sinks", "k_scale")),
-    (APPEND, APPEND, after(spilled), BYTES),
-    (APPEND, APPEND, without_last, BYTES),
 ]  # fmt: skip
 
 
