@@ -32,8 +32,9 @@ class Anything:
 
     __getattr__ = _attribute
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **attributes: Any) -> None:
         self.__name__ = self.__qualname__ = name
+        vars(self).update(attributes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_decorator = len(args) == 1 and not kwargs and callable(args[0])

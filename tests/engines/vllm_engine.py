@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from .serving import PAGE, Batch, Load, Shape
-from .stand_ins import Finder
+from .stand_ins import Anything, Finder
 
 # What computes here is vLLM's own code.
 REAL = (
@@ -47,35 +47,22 @@ class _Buffer:
         return self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
 
 
-class _Platform:
-    """A GPU of the device's compute capability; of 9.0 for the CPU."""
+def _platform(device: torch.device) -> Anything:
+    """Makes a GPU of the device's compute capability; of 9.0 for the CPU."""
+    on_gpu = device.type == "cuda"
+    major, minor = version = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
+    capability = SimpleNamespace(major=major, minor=minor, to_int=lambda: 10 * major + minor)
 
-    device_type = "cuda"
+    def pair(value):
+        return divmod(value, 10) if isinstance(value, int) else value
 
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._version = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
-
-    def fp8_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
-
-    def get_device_capability(self, _id: int = 0) -> SimpleNamespace:
-        major, minor = self._version
-        return SimpleNamespace(major=major, minor=minor, to_int=lambda: 10 * major + minor)
-
-    def is_device_capability(self, value, _id: int = 0) -> bool:
-        return self._version == (divmod(value, 10) if isinstance(value, int) else value)
-
-    def is_device_capability_family(self, value: int, _id: int = 0) -> bool:
-        return value // 10 == self._version[0]
-
-    def has_device_capability(self, value, _id: int = 0) -> bool:
-        return self._version >= (divmod(value, 10) if isinstance(value, int) else value)
-
-    def __getattr__(self, name: str):
-        if name.startswith("is_"):
-            return lambda *_, **__: name in ("is_cuda", "is_cuda_alike")
-        raise AttributeError(name)
+    return Anything(
+        "current_platform", device_type="cuda", is_cuda=lambda: True, is_cuda_alike=lambda: True,
+        fp8_dtype=lambda: torch.float8_e4m3fn, get_device_capability=lambda *_: capability,
+        is_device_capability=lambda value, *_: version == pair(value),
+        has_device_capability=lambda value, *_: version >= pair(value),
+        is_device_capability_family=lambda value, *_: value // 10 == major,
+    )  # fmt: skip
 
 
 class _Kernel:
@@ -136,7 +123,7 @@ def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
                 name: layers[name] for name in (names or layers)
             },
         },
-        "vllm.platforms": {"current_platform": _Platform(device)},
+        "vllm.platforms": {"current_platform": _platform(device)},
         "vllm.distributed.parallel_state": {
             "get_dcp_group": lambda: group,
             "get_pcp_group": lambda: group,
@@ -145,7 +132,6 @@ def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
         "vllm.distributed.kv_transfer.kv_connector.utils": {
             "get_kv_connector_cache_layout": lambda *_: "NHD"
         },
-        "vllm.utils.flashinfer": {"force_use_trtllm_attention": lambda: False},
         "vllm.utils.platform_utils": {"is_pin_memory_available": lambda: on_gpu},
         "vllm.utils.torch_version": {"is_torch_equal_or_newer": lambda _: True},
         "vllm.v1.utils": {"CpuGpuBuffer": _Buffer},
@@ -210,40 +196,33 @@ class VllmEngine:
         rest = 0x7F if shape.fp8_cache else float("nan")
         self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
 
-    def _config(self, path: str, cache_dtype: str, layout, layers: dict) -> SimpleNamespace:
+    def _config(self, path: str, cache_dtype: str, layout, layers: dict) -> Anything:
         """Makes the part of VllmConfig that backends and builders read."""
         shape, load = self._shape, self._load
         rows = sum(load.prompts) + len(load.prompts) * load.shared
         parts = {
-            "cache_config": {
+            "cache": {
                 "cache_dtype": cache_dtype, "block_size": PAGE,
                 "get_resolved_kv_cache_layout": lambda: layout,
             },
-            "model_config": {
+            "model": {
                 "dtype": shape.dtype, "max_model_len": load.max_length,
                 "get_num_attention_heads": lambda _: shape.num_qo_heads,
                 "get_num_kv_heads": lambda _: shape.num_kv_heads,
                 "get_head_size": lambda: shape.head_dim,
             },
-            "attention_config": {
-                "disable_flashinfer_q_quantization": False, "use_trtllm_attention": False,
-            },
-            "compilation_config": {
+            "compilation": {
                 "cudagraph_mode": _CUDAGraphMode.FULL if path == "graph" else _CUDAGraphMode.NONE,
                 "max_cudagraph_capture_size": MAX_REQUESTS, "static_forward_context": layers,
             },
-            "scheduler_config": {
-                "max_num_batched_tokens": max(1024, rows), "max_num_seqs": MAX_REQUESTS,
-            },
-            "parallel_config": {
+            "scheduler": {"max_num_batched_tokens": max(1024, rows), "max_num_seqs": MAX_REQUESTS},
+            "parallel": {
                 "cp_kv_cache_interleave_size": 1, "dcp_kv_cache_interleave_size": 1,
                 "dcp_comm_backend": "ag_rs", "decode_context_parallel_size": 1,
             },
         }  # fmt: skip
-        return SimpleNamespace(
-            num_speculative_tokens=0, use_v2_model_runner=False, speculative_config=None,
-            **{name: SimpleNamespace(**part) for name, part in parts.items()},
-        )  # fmt: skip
+        configs = {f"{name}_config": Anything(name, **part) for name, part in parts.items()}
+        return Anything("VllmConfig", num_speculative_tokens=0, speculative_config=None, **configs)
 
     @staticmethod
     def _cache_shape(backend, num_pages: int, shape: Shape) -> tuple[int, ...]:
