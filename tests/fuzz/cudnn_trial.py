@@ -310,18 +310,16 @@ class _Trial:
         batch_offsets_stats leaves out."""
         if lse is None:
             return None
-        case, at = self._case, self._stats_at
-        padded = (case.batch_size, self._longest_q, case.num_qo_heads)
-        if self._lse is None and tuple(lse.shape) != padded:
+        case, longest, at = self._case, self._longest_q, self._stats_at
+        if self._lse is None and lse.shape != (case.batch_size, longest, case.num_qo_heads):
             failures.append(f"lse has shape {tuple(lse.shape)}")
             return None
         flat = lse.view(-1, case.num_qo_heads)
         if at is None:
-            at = _Places([i * self._longest_q for i in range(case.batch_size)], case.qo_lens)
+            at = _Places([i * longest for i in range(case.batch_size)], case.qo_lens)
         rows = at.rows().to(lse.device)
-        others = torch.ones(flat.shape[0], dtype=torch.bool, device=lse.device)
-        others[rows] = False
+        others = flat.index_fill(0, rows, -torch.inf)
         all_written = self._stats_at is None or self._lse is None
-        if all_written and not (flat[others] == -torch.inf).all():
+        if all_written and not (others == -torch.inf).all():
             failures.append("lse: rows that no request has are not -inf")
         return flat[rows]

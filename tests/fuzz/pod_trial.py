@@ -74,6 +74,11 @@ class PodProblem:
     call: PodCall
     seed: int
 
+    @property
+    def padding(self) -> int:
+        """Rows around those of requests, which only batches with a qo_indptr may have."""
+        return self.call.padding if self.kind is Kind.BATCH else 0
+
 
 def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     """Problem `index` of `seed`."""
@@ -143,13 +148,8 @@ def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
 
 
 def _logits_options(case: Case) -> dict[str, object]:
-    return {
-        "pos_encoding_mode": case.position.value,
-        "window_left": case.window_left,
-        "sm_scale": case.sm_scale,
-        "rope_scale": case.rope_scale,
-        "rope_theta": case.rope_theta,
-    }
+    names = ("window_left", "sm_scale", "rope_scale", "rope_theta")
+    return {"pos_encoding_mode": case.position.value} | {n: getattr(case, n) for n in names}
 
 
 def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
@@ -163,7 +163,7 @@ def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
 def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
     """Plans and runs the wrapper."""
     call = problem.call
-    sides = [_Side(problem, index, device) for index in (0, 1)]
+    sides = [_Side(problem, name, device) for name in ("prefill", "decode")]
     changes = [watched_inputs(side.inputs) for side in sides]
     workspace = guarded.workspace(call.workspace, device)
     make = getattr(preflash, problem.kind.value)
@@ -194,21 +194,19 @@ def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
 class _Side:
     """Inputs and outputs of one side, and its expected result."""
 
-    def __init__(self, problem: PodProblem, index: int, device: torch.device) -> None:
-        self.name = ("prefill", "decode")[index]
-        self._call, self._index = problem.call, index
-        case, seed = (problem.prefill, problem.decode)[index], problem.seed + index
-        self.inputs = build(case, device=device, index_device="cpu", seed=seed)
+    def __init__(self, problem: PodProblem, name: str, device: torch.device) -> None:
+        self.name, self._call, self._padding = name, problem.call, problem.padding
+        self._index = int(name == "decode")
+        options = {"index_device": "cpu", "seed": problem.seed + self._index}
+        self.inputs = build(getattr(problem, name), device=device, **options)
         add_garbage(self.inputs)
-        # Only batches with a qo_indptr may have other rows of q around those of requests.
-        self._padding = problem.call.padding if problem.kind is Kind.BATCH else 0
         self.given = surrounded(self.inputs, self._padding)
 
     def fresh_outputs(self) -> dict[str, object]:
         """Options of run() for new outputs of this side."""
-        call, index, suffix = self._call, self._index, self.name[0]
-        form = (call.lse_layout, self._padding)
-        self._outputs = GivenOutputs(self.inputs, *form, out=call.out[index], lse=call.lse[index])
+        call, suffix = self._call, self.name[0]
+        given = {"out": call.out[self._index], "lse": call.lse[self._index]}
+        self._outputs = GivenOutputs(self.inputs, call.lse_layout, self._padding, **given)
         return {f"out_{suffix}": self._outputs.out, f"lse_{suffix}": self._outputs.lse}
 
     def settle(self, returned) -> Result:
@@ -249,14 +247,11 @@ def _run(wrapper, problem: PodProblem, sides: list[_Side], **overrides):
     if packed is not None and call.other_mask:
         mask = inverted_mask(prefill)
     options = {
-        "lse_base": call.lse_base,
-        "lse_layout": call.lse_layout,
-        "causal_p": prefill.pipeline.causal,
-        "packed_custom_mask_p": packed,
+        "lse_base": call.lse_base, "lse_layout": call.lse_layout,
+        "causal_p": prefill.pipeline.causal, "packed_custom_mask_p": packed,
         **scale_arguments(call, wrapper.device),
-        **sides[0].fresh_outputs(),
-        **sides[1].fresh_outputs(),
-    }
+        **sides[0].fresh_outputs(), **sides[1].fresh_outputs(),
+    }  # fmt: skip
     if problem.kind is Kind.BATCH:
         options |= {"custom_mask_p": mask, "return_lse": call.return_lse[0]}
     else:

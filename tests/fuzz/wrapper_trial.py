@@ -124,8 +124,10 @@ def add_garbage(inputs: Inputs) -> None:
                 inputs.packed_custom_mask[end - 1] |= 255 & ~((1 << used) - 1)
 
 
-def _longer(mask: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _longer(mask: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
     """The mask in a longer buffer. A packed one of exactly the dense size would be refused."""
+    if mask is None:
+        return None
     dense = sum(one.numel() for one in inputs.masks)
     more = 10 if mask.numel() + 9 == dense else 9
     return torch.cat([mask, mask.new_ones(more)]).view(1, -1, 1)
@@ -143,9 +145,7 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
     if call.other_mask:
         masks["custom_mask"] = inverted_mask(inputs)
     if call.long_mask:
-        masks = {
-            name: None if mask is None else _longer(mask, inputs) for name, mask in masks.items()
-        }
+        masks = {name: _longer(mask, inputs) for name, mask in masks.items()}
     given = dataclasses.replace(given, **masks)
     return with_bounds(given) if call.bounds and inputs.case.paged else given
 
@@ -155,11 +155,9 @@ def scale_arguments(
 ) -> dict[str, float | torch.Tensor | None]:
     """Returns a call's scales, as tensors where the call says so."""
     found = {name: getattr(call, name) for name in names}
-    if call.scales_in_tensors:
-        for name, value in found.items():
-            if value is not None:
-                found[name] = torch.tensor([value], dtype=torch.float32, device=device)
-    return found
+    if not call.scales_in_tensors:
+        return found
+    return {n: x if x is None else torch.tensor([x], device=device) for n, x in found.items()}
 
 
 class Trial:
@@ -264,13 +262,8 @@ class Trial:
         call = self.call
         if call.entry is Entry.FORWARD:
             return self._forward()
-        options = {
-            "return_lse": call.return_lse,
-            "lse_base": call.lse_base,
-            "lse_layout": call.lse_layout,
-            **scale_arguments(call, self.device),
-            **outputs,
-        }
+        options = {name: getattr(call, name) for name in ("return_lse", "lse_base", "lse_layout")}
+        options |= scale_arguments(call, self.device) | outputs
         if call.window_at_run:
             options["window_left"] = self.inputs.case.window_left
         if call.skip_factor:
@@ -296,20 +289,16 @@ class Trial:
 
 
 def _repeat(trial: Trial, result: Result) -> list[str]:
-    failures = []
-    if not trial.run().same_bits(result):
-        failures.append("a second run has other bits")
-    if not trial.another(trial.inputs).run().same_bits(result):
-        failures.append("a second wrapper has other bits")
-    return failures
+    again = {"run": trial, "wrapper": trial.another(trial.inputs)}
+    return [f"a second {x} has other bits" for x in again if not again[x].run().same_bits(result)]
 
 
 def _alone(trial: Trial, result: Result) -> list[str]:
-    failures = []
-    for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
-        if not trial.another(lone(trial.inputs, i)).run().same_bits(own):
-            failures.append(f"request {i} has other bits without the rest of its batch")
-    return failures
+    return [
+        f"request {i} has other bits without the rest of its batch"
+        for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE])
+        if not trial.another(lone(trial.inputs, i)).run().same_bits(own)
+    ]
 
 
 def _invariant(trial: Trial, result: Result) -> list[str]:
@@ -339,14 +328,15 @@ def _parts(rng: random.Random, case: Case, i: int) -> list[tuple[int, int]]:
 
 
 def _spoilt(trial: Trial, result: Result) -> list[str]:
-    spoilt, failures = trial.problem.seed % trial.problem.case.batch_size, []
+    spoilt = trial.problem.seed % trial.problem.case.batch_size
     inputs = _build(trial.problem, trial.device)
     spoil(inputs, spoilt)
     others = _of_requests(trial, trial.another(inputs).run())
-    for i, own in enumerate(_of_requests(trial, result)):
-        if i != spoilt and not others[i].same_bits(own):
-            failures.append(f"request {i} has other bits with garbage in request {spoilt}")
-    return failures
+    return [
+        f"request {i} has other bits with garbage in request {spoilt}"
+        for i, own in enumerate(_of_requests(trial, result))
+        if i != spoilt and not others[i].same_bits(own)
+    ]
 
 
 def _of_requests(trial: Trial, result: Result) -> list[Result]:
