@@ -293,10 +293,8 @@ def test_a_tree_is_verified_with_its_mask(sglang, page_size, algorithm, topk):
 
 def test_a_draft_extend_step(sglang):
     engine = Engine(sglang, page_size=16, is_draft_worker=True, **speculative(sglang, topk=4))
-    engine.check(VERIFIED, Mode.DRAFT_EXTEND_V2, spec_info=spec_info(5))
-    engine.check(
-        VERIFIED, Mode.DRAFT_EXTEND_V2, seed=1, spec_info=spec_info(5), extend_seq_lens_cpu=None
-    )
+    for seed, known in enumerate(({}, {"extend_seq_lens_cpu": None})):
+        engine.check(VERIFIED, Mode.DRAFT_EXTEND_V2, seed=seed, spec_info=spec_info(5), **known)
 
 
 @pytest.mark.parametrize("topk", [1, 3])
@@ -304,10 +302,8 @@ def test_a_draft_extend_step(sglang):
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_draft_steps(sglang, topk, page_size, window_pool):
     """A draft worker takes a window over a tree."""
-    engine = Engine(
-        sglang, {}, WINDOW, page_size=page_size, is_draft_worker=True,
-        window_pool=window_pool, **speculative(sglang, topk=topk),
-    )  # fmt: skip
+    options = {"page_size": page_size, "window_pool": window_pool, "is_draft_worker": True}
+    engine = Engine(sglang, {}, WINDOW, **options, **speculative(sglang, topk=topk))
     assert engine.backend is not None
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     assert backend.kv_index_translator is engine.runner.kv_index_translator
@@ -327,13 +323,11 @@ def test_draft_steps(sglang, topk, page_size, window_pool):
 def test_no_step_waits_for_the_device(sglang):
     if sglang.device.type != "cuda":
         pytest.skip("the CPU has no queue to wait for")
-    engine = Engine(sglang, page_size=16, **speculative(sglang, topk=4))
+    trees = speculative(sglang, topk=4)
+    engine = Engine(sglang, page_size=16, **trees)
     batches = [engine.check(MIXED), engine.check(DECODES, Mode.DECODE), check_tree(engine)]
     begun = [(engine.backend.init_forward_metadata, batch) for batch in batches]
-    draft = Engine(
-        sglang, {}, WINDOW, window_pool=True, is_draft_worker=True,
-        **speculative(sglang, topk=4),
-    )  # fmt: skip
+    draft = Engine(sglang, {}, WINDOW, window_pool=True, is_draft_worker=True, **trees)
     backend = sglang.draft(draft.runner, 4, NUM_STEPS)
     batch = Drafts(draft, 4, (40, 7, 50)).batch()
     backend.init_forward_metadata(batch)
@@ -353,37 +347,28 @@ def test_no_step_waits_for_the_device(sglang):
 VERIFIED_STEPS = [VERIFIED, (Request(5, 200),), (Request(5, 6), Request(5, 80))]
 VERIFIED_STEPS.append((Request(5, 250),) * 4)  # as many bits of a mask as there may be
 DECODE_STEPS = [[Request(1, n) for n in (40, 7, 50, 170)], [Request(1, n) for n in (3, 200)]]
-FULL, WINDOWS = [({}, False)], [(WINDOW, False), (WINDOW, True)]
+KINDS = [({}, False), (WINDOW, False), (WINDOW, True)]
 # Mode, query rows of a request, steps, topk, a layer, and whether there is a window pool. A window
 # over a tree is refused.
-REPLAYS = [
-    (*kind, *layer)
-    for kind, layers in (
-        ((Mode.DECODE, 1, DECODE_STEPS, 1), FULL + WINDOWS),
-        ((Mode.TARGET_VERIFY, 5, VERIFIED_STEPS, 1), FULL + WINDOWS),
-        ((Mode.TARGET_VERIFY, 5, VERIFIED_STEPS, 4), FULL),
-        ((Mode.DRAFT_EXTEND_V2, 5, VERIFIED_STEPS, 1), FULL + WINDOWS),
-    )
-    for layer in layers
-]
+CAUSAL = (
+    (Mode.DECODE, 1, DECODE_STEPS, 1),
+    *((mode, 5, VERIFIED_STEPS, 1) for mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2)),
+)
+TREES = (Mode.TARGET_VERIFY, 5, VERIFIED_STEPS, 4)
+REPLAYS = [(*kind, *layer) for kind in CAUSAL for layer in KINDS] + [(*TREES, *KINDS[0])]
 
 
 def capture_batch(engine, mode, size, **values):
     """Makes a batch of padding, of one token each even where a request has more query rows."""
-    return SimpleNamespace(
-        forward_mode=mode, batch_size=size, req_pool_indices=engine.tensor([0] * size),
-        seq_lens=engine.tensor([1] * size), seq_lens_cpu=torch.tensor([1] * size), **values,
-    )  # fmt: skip
+    return SimpleNamespace(**engine.lengths_of(mode, [0] * size, [1] * size), **values)
 
 
 @PAGES
 @pytest.mark.parametrize(("mode", "rows", "steps", "topk", "layer", "window_pool"), REPLAYS)
 def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool):
     size = 4
-    engine = Engine(
-        sglang, layer, page_size=page_size, window_pool=window_pool,
-        **speculative(sglang, topk=topk),
-    )  # fmt: skip
+    options = {"page_size": page_size, "window_pool": window_pool}
+    engine = Engine(sglang, layer, **options, **speculative(sglang, topk=topk))
     backend = engine.backend
     backend.init_cuda_graph_state(size + 2, (size + 2) * rows)
     assert (backend.verify_mask is None) == (topk > 1)
@@ -396,9 +381,8 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
         ((q, pairs),) = engine.step(requests, seed)
         masks = tree_masks(requests, seed) if topk > 1 else None
         info = spec_info(rows, masks and [mask.to(sglang.device) for mask in masks])
-        batch = engine.batch(
-            requests, mode, size - len(requests), spec_info=info, extend_seq_lens_cpu=None
-        )
+        options = {"spec_info": info, "extend_seq_lens_cpu": None}
+        batch = engine.batch(requests, mode, size - len(requests), **options)
         backend.init_forward_metadata_out_graph(batch)
         assert all(w.is_cuda_graph_enabled for w in backend.plans.wrappers.values())
         out = graph.replay(q, *engine.new_keys(0, requests, pairs), batch.out_cache_loc)
@@ -503,16 +487,14 @@ CONFIGURATIONS = [
 ]
 
 
+def of_trees(sglang):
+    return Engine(sglang, **speculative(sglang, topk=4))
+
+
 def verify(sglang, layout=None, **changed):
     """Begins a step that verifies a tree of which SGLang's layout is `layout`."""
     info = spec_info(5, tree_masks(VERIFIED), layout)
-    engine = Engine(sglang, **speculative(sglang, topk=4))
-    engine.begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
-
-
-def overlap(sglang):
-    engine = Engine(sglang, **speculative(sglang, topk=4))
-    engine.backend.update_verify_buffers_to_fill_after_draft(None, None)
+    of_trees(sglang).begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
 
 
 def replay(sglang, requests, mode, *layers, **options):
@@ -556,7 +538,8 @@ REFUSED = [
      "mask over encoder tokens"),
     (lambda x: verify(x, object()), "SGLANG_RAGGED_VERIFY_MODE"),
     (lambda x: verify(x, seq_lens_cpu=None), "needs seq_lens_cpu"),
-    (overlap, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
+    (lambda x: of_trees(x).backend.update_verify_buffers_to_fill_after_draft(None, None),
+     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
     (lambda x: with_one_module(x, xai_temperature_len=8).check(MIXED),
      "layer 1: preflash does not scale the logits"),
     (lambda x: draft(x).init_forward_metadata(HAS_NO_LENGTHS), "need seq_lens_cpu"),

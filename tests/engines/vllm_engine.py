@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from .serving import PAGE, Batch, Load, Shape
+from .serving import PAGE, Batch, Load, Shape, empty_cache, write
 from .stand_ins import Anything, Finder
 
 # What computes here is vLLM's own code.
@@ -81,9 +81,8 @@ def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_sca
     """Stands in for vLLM's operator, with scales of 1; caches are [pages, tokens, heads, dim]."""
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     for cache, new in ((k_cache, key), (v_cache, value)):
-        if cache.dtype == torch.uint8:
-            new = new.to(torch.float8_e4m3fn).view(torch.uint8)
-        cache.index_put_((page, offset), new[: len(slots)])
+        cache = cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
+        write(cache, (page, offset), new[: len(slots)])
 
 
 def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +131,7 @@ def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
         "vllm.distributed.kv_transfer.kv_connector.utils": {
             "get_kv_connector_cache_layout": lambda *_: "NHD"
         },
+        "vllm.utils.flashinfer": {"force_use_trtllm_attention": lambda: False},
         "vllm.utils.platform_utils": {"is_pin_memory_available": lambda: on_gpu},
         "vllm.utils.torch_version": {"is_torch_equal_or_newer": lambda _: True},
         "vllm.v1.utils": {"CpuGpuBuffer": _Buffer},
@@ -168,13 +168,12 @@ class VllmEngine:
         names = [f"layer.{index}" for index in range(shape.num_layers)]
         cache_dtype = "fp8_e4m3" if shape.fp8_cache else "auto"
         config = self._config(path, cache_dtype, self._layout(backend), loaded.layers)
-        quantised = {}
+        dtype = {"dtype": shape.dtype}
         if shape.fp8_cache:
-            quantised = {"kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR}
+            dtype = {"dtype": torch.uint8, "kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR}
         spec = interface.FullAttentionSpec(
-            block_size=PAGE, num_kv_heads=shape.num_kv_heads, head_size=shape.head_dim,
-            dtype=torch.uint8 if shape.fp8_cache else shape.dtype, **quantised,
-        )  # fmt: skip
+            block_size=PAGE, num_kv_heads=shape.num_kv_heads, head_size=shape.head_dim, **dtype
+        )
         self._impls = []
         scales = {f"_{x}_scale_float": 1.0 for x in "qkv"}
         for name in names:
@@ -191,10 +190,7 @@ class VllmEngine:
         self._layer = SimpleNamespace(_o_scale_float=None, **tensors, **scales)
         self._builder = backend.get_builder_cls()(spec, names, config, device)
         size = self._cache_shape(backend, load.num_pages, shape)
-        # What the engine never wrote must not matter: NaN, also as bytes.
-        bits = torch.uint8 if shape.fp8_cache else shape.dtype
-        rest = 0x7F if shape.fp8_cache else float("nan")
-        self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
+        self._caches = [empty_cache(size, shape, device).view(spec.dtype) for _ in names]
 
     def _config(self, path: str, cache_dtype: str, layout, layers: dict) -> Anything:
         """Makes the part of VllmConfig that backends and builders read."""
