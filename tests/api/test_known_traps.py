@@ -3,10 +3,11 @@
 import itertools
 import math
 
+import preflash
 import pytest
 import torch
 from planned_cases import check_run, planned
-from preflash.testing import Case, MaskKind, build, compare, reference, runner
+from preflash.testing import Case, MaskKind, Position, build, compare, reference, runner
 
 FULL, CAUSAL, CUSTOM, PACKED = MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED
 HEADS = (4, 2, 64)
@@ -136,6 +137,27 @@ def test_caller_may_reuse_a_mask(target):
 
 
 # --- arrays, plans and wrappers ----------------------------------------------
+
+
+@pytest.mark.parametrize("position", [Position.ALIBI, Position.ROPE])
+def test_decode_passes_the_position_on(target, position):
+    rope = {"rope_scale": 8.0, "rope_theta": 5e5} if position is Position.ROPE else {}
+    options = {"pos_encoding_mode": position.value, **rope}
+    ragged, paged = (
+        Case("positions", (1,), (90,), *HEADS, page_size=size, position=position, **rope)
+        for size in (0, 16)
+    )
+    inputs = build(ragged, device=target.device)
+    given = inputs.q[0], inputs.k[:90], inputs.v[:90]
+    out, lse = preflash.single_decode_with_kv_cache(*given, return_lse=True, **options)
+    runner.compare(inputs, out[None], lse[None]).check()
+    inputs = build(paged, device=target.device)
+    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
+        runner.workspace(target.device), backend=target.backend
+    )
+    pages = inputs.kv_indptr, inputs.indices, inputs.last_page_len
+    wrapper.plan(*pages, *HEADS, 16, q_data_type=paged.dtype, **options)
+    check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("index_device", ["cpu", "target"])

@@ -19,7 +19,6 @@ from preflash.cli.machine import Place, choose_places
 
 from . import (
     cudnn_trial,
-    decode_problems,
     fmha_problems,
     pod_trial,
     problems,
@@ -35,7 +34,6 @@ WRAPPERS = "wrappers"
 CALLS = {
     WRAPPERS: (problems.draw, wrapper_trial.examine),
     "trtllm_fmha_v2_prefill": (fmha_problems.draw, fmha_problems.examine),
-    "decode": (decode_problems.draw, decode_problems.examine),
     "pod": (pod_trial.draw, pod_trial.examine),
     "cudnn_batch_prefill_with_kv_cache": (cudnn_trial.draw, cudnn_trial.examine),
 }

@@ -152,13 +152,8 @@ def copied_lse(honest, **arguments):
     return out, None if lse is None else lse.clone()
 
 
-def written_queries(returned, wrapper, q_p, *operands, **options):
-    q_p.untyped_storage()[:1] = 7
-
-
 FMHA, CUDNN = "--call trtllm_fmha_v2_prefill", "--call cudnn_batch_prefill_with_kv_cache"
-DECODE, POD = "--call decode", "--call pod"
-DECODES = [preflash.BatchDecodeWithPagedKVCacheWrapper]
+POD = "--call pod"
 PODS = [preflash.PODWithPagedKVCacheWrapper, preflash.BatchPODWithPagedKVCacheWrapper]
 # A search by its arguments: the owners of the function, the number of problems, how many operations
 # each may take, and the seed.
@@ -166,7 +161,6 @@ SEARCHES = {
     "": ([runner], 250, 1e6, "9"),
     FMHA: ([preflash], 9, 3e6, "8:40"),
     CUDNN: ([preflash], 100, 1e6, "3"),
-    DECODE: (DECODES, 150, 2e6, "3"),
     POD: (PODS, 100, 2e6, "3"),
 }
 NEUTRAL_PLAN = NEUTRAL | {"custom_mask": None, "packed_custom_mask": None}
@@ -207,10 +201,6 @@ FAULTS = [
     (POD, "run", changed("v_scale", None), "decode: out:"),
     (POD, "run", changed("lse_base", "log2"), "lse:"),
     (POD, "run", after(halve_decode), "decode: out:"),
-    (POD, "run", after(written_queries), "prefill: q, an input, was written"),
-    *((DECODE, "plan", changed(name, NEUTRAL_PLAN[name]), EITHER)
-      for name in ("window_left", "logits_soft_cap", "sm_scale")),
-    *((DECODE, "run", changed(name, None), EITHER) for name in ("sinks", "k_scale")),
 ]  # fmt: skip
 
 
@@ -261,12 +251,11 @@ def test_a_fault_is_found_in_a_smaller_problem(find):
 
 @pytest.mark.parametrize("arguments", SEARCHES)
 def test_problems_that_pass(capsys, arguments):
-    """Other tests have more problems of each call but decode."""
-    count = "60" if arguments == DECODE else "12"
-    asked = ["--backend", "cpu", *arguments.split(), "--fuzz", count, "--seed", "8:40"]
+    """Other tests have more problems of each call."""
+    asked = ["--backend", "cpu", *arguments.split(), "--fuzz", "12", "--seed", "8:40"]
     assert command.main(asked, command.Effort(work=3e6)) == 0
     out = capsys.readouterr().out
-    assert f"cpu on cpu: {count} passed, 0 failed" in out
+    assert "cpu on cpu: 12 passed, 0 failed" in out
     assert "all good" in out
 
 

@@ -55,11 +55,11 @@ def judged(compute: Callable[..., Verdict]) -> Callable[..., Verdict]:
     """Makes examine(problem, backend=, device=) of a function that computes a problem. An exception
     of a broken backend is a failure like any other."""
 
-    def examine(problem, *, backend: str, device: torch.device | str = "cpu", **options) -> Verdict:
+    def examine(problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
         try:
             # The problems are small: torch's own threads would cost more than they bring.
             with _threads(1):
-                return compute(problem, backend, torch.device(device), **options)
+                return compute(problem, backend, torch.device(device))
         except Exception as error:
             # The CPU backend is always built whole.
             missing = isinstance(error, NotImplementedError) and "compiled" in str(error)
@@ -81,15 +81,13 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @judged
-def examine(
-    problem: Problem, backend: str, device: torch.device, trial: type[Trial] | None = None
-) -> Verdict:
-    """Computes the problem by the wrappers for prefill, or by another trial."""
+def examine(problem: Problem, backend: str, device: torch.device) -> Verdict:
+    """Computes the problem by the wrappers for prefill."""
     call = problem.call
     with prepass_policy.forced(call.copies.value):
         inputs = _build(problem, device)
         changed = watched_inputs(inputs)
-        made = (trial or Trial)(problem, inputs, backend)
+        made = Trial(problem, inputs, backend)
         result = made.run()
         expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
         report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
@@ -176,7 +174,7 @@ class Trial:
     def another(self, inputs: Inputs, **changes) -> Trial:
         """Returns a trial with a wrapper of its own. changes: other values of the call's fields."""
         call = dataclasses.replace(self.call, **changes)
-        return type(self)(dataclasses.replace(self.problem, call=call), inputs, self.backend)
+        return Trial(dataclasses.replace(self.problem, call=call), inputs, self.backend)
 
     def _plan(self) -> None:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
@@ -192,16 +190,11 @@ class Trial:
         self.workspace = guarded.workspace(num_bytes, self.device)
         self.wrapper = self._wrapper(self.workspace.given)
         if self.problem.also is Also.REPLAN:  # with options of which none may stay
-            self.plan(**self._something_else())
+            runner.plan(self.wrapper, self.given, **self._something_else())
             runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
         hints = wrapper_options.hints(self.inputs) if self.call.hints else {}
-        self.plan(**self._plan_overrides(), **self._bounds(), **hints)
-
-    def plan(self, **overrides: object) -> None:
-        runner.plan(self.wrapper, self.given, **overrides)
-
-    def _plan_arguments(self) -> tuple[Sequence, dict[str, object]]:
-        return runner.plan_arguments(self.given)
+        options = {**self._plan_overrides(), **self._bounds(), **hints}
+        runner.plan(self.wrapper, self.given, **options)
 
     def _wrapper(self, buffer: torch.Tensor):
         graph = wrapper_options.graph_options(self.given) if self.call.graph else {}
@@ -224,7 +217,7 @@ class Trial:
     def _workspace_bytes(self) -> int:
         """Enough for the options of plan() and for those of the later call."""
         probe = self._wrapper(runner.workspace(self.device, 0))
-        positional, options = self._plan_arguments()
+        positional, options = runner.plan_arguments(self.given)
         plans = [self._bounds(), self._plan_overrides() | self._bounds()]
         if self.problem.also is Also.REPLAN:
             plans.append(self._something_else())
@@ -281,7 +274,7 @@ class Trial:
 
     def _logits_options(self) -> dict[str, object]:
         """Options of plan() that forward() has, too."""
-        options = self._plan_arguments()[1]
+        _, options = runner.plan_arguments(self.given)
         return {name: options[name] for name in NEUTRAL if name in options}
 
 
