@@ -173,15 +173,12 @@ def test_tokens_without_a_place_are_not_written(target, monkeypatch):
 def arguments(target) -> dict:
     rows = torch.ones(3, 2, 8, device=target.device)
     return {
-        "append_key": rows,
-        "append_value": 2 * rows,
-        "batch_indices": ints(target, 0, 1, 1),
-        "positions": ints(target, 5, 0, 1),
+        "append_key": rows, "append_value": 2 * rows,
+        "batch_indices": ints(target, 0, 1, 1), "positions": ints(target, 5, 0, 1),
         "paged_kv_cache": torch.zeros(4, 2, 4, 2, 8, device=target.device),
-        "kv_indices": ints(target, 3, 1, 0),
-        "kv_indptr": ints(target, 0, 2, 3),
+        "kv_indices": ints(target, 3, 1, 0), "kv_indptr": ints(target, 0, 2, 3),
         "kv_last_page_len": ints(target, 2, 2),
-    }
+    }  # fmt: skip
 
 
 def test_nothing_to_append(target):
@@ -325,13 +322,16 @@ def test_refusals_of_arrays(target, debugging, call, indptr, lengths, number, me
     assert all(output.tolist() == [7] * 6 for output in outputs)
 
 
-def test_positions_into_memory_that_is_shared(target):
-    given = (ints(target, 0, 2), ints(target, 5), 2)
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (lambda room: room[1:], "^batch_indices shares memory with positions"),
+        (lambda room: room[2:].expand(2), "^positions has strides"),
+    ],
+)
+def test_positions_into_memory_that_is_shared(target, positions, message):
     room = ints(target, 7, 7, 7)
-    for positions, message in (
-        (room[1:], "^batch_indices shares memory with positions"),
-        (room[2:].expand(2), "^positions has strides"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            preflash.get_batch_indices_positions(*given, room[:2], positions)
+    given = (ints(target, 0, 2), ints(target, 5), 2, room[:2])
+    with pytest.raises(ValueError, match=message):
+        preflash.get_batch_indices_positions(*given, positions(room))
     assert room.tolist() == [7, 7, 7]
