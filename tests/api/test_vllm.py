@@ -203,14 +203,11 @@ class Group:
     def wanted(self, step, index=0, causal=True):
         """Computes the oracle's output of a layer."""
         impl, layer, scale = self.impls[index], self.layers[index], self.layer
-        pipeline = Pipeline(
-            0.2,
-            causal,
-            layer.get("sliding_window", 0) - 1,  # tokens, the query's own among them
-            layer.get("logits_soft_cap", 0.0),
-            slopes=torch.tensor(SLOPES) if "alibi_slopes" in layer else None,
-            sinks=None if impl.sinks is None else impl.sinks.float().cpu(),
-        )
+        slopes = torch.tensor(SLOPES) if "alibi_slopes" in layer else None
+        sinks = None if impl.sinks is None else impl.sinks.float().cpu()
+        window = layer.get("sliding_window", 0) - 1  # tokens, the query's own among them
+        cap = layer.get("logits_soft_cap", 0.0)
+        pipeline = Pipeline(0.2, causal, window, cap, slopes=slopes, sinks=sinks)
         q, keys, fp8 = step.q, step.keys, impl.fp8_dtype
         if fp8 is not None:
             factors = scale._k_scale_float, scale._v_scale_float

@@ -160,14 +160,9 @@ def _rows(offsets: list[int], shape: tuple[int, ...], dtype, generator) -> torch
 def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) -> FmhaInputs:
     generator = torch.Generator().manual_seed(case.seed)
     qo, kv = ([*itertools.accumulate(lens, initial=SPARE)] for lens in (case.qo_lens, case.kv_lens))
-    operands = [
-        _rows(offsets, (heads, columns), case.dtype, generator)
-        for offsets, heads, columns in (
-            (qo, case.num_heads, case.head_dim),
-            (kv, case.num_kv_heads, case.head_dim),
-            (kv, case.num_kv_heads, case.dim_vo),
-        )
-    ]
+    q = (qo, (case.num_heads, case.head_dim))
+    k, v = ((kv, (case.num_kv_heads, dim)) for dim in (case.head_dim, case.dim_vo))
+    operands = [_rows(*each, case.dtype, generator) for each in (q, k, v)]
     requests = [
         tuple(t[at[i] : at[i + 1]] for t, at in zip(operands, (qo, kv, kv), strict=True))
         for i in range(len(case.qo_lens))
@@ -215,10 +210,8 @@ def _arranged(case: FmhaCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         rows = tensors[0] if len(tensors) == 1 else torch.stack(tensors, 1)
         if not case.wide_rows:
             return rows.to(device)
-        shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
-        wide = torch.full(shape, math.nan).to(case.dtype)
-        wide[..., : rows.shape[-1]] = rows
-        return wide.to(device)[..., : rows.shape[-1]]
+        behind = torch.full((*rows.shape[:-1], PAD_COLUMNS), math.nan).to(case.dtype)
+        return torch.cat([rows, behind], -1).to(device)[..., : rows.shape[-1]]
 
     if case.layout == "PACKED_QKV":
         return place(q, k, v)
