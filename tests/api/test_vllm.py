@@ -210,10 +210,8 @@ class Group:
         pipeline = Pipeline(0.2, causal, window, cap, slopes=slopes, sinks=sinks)
         q, keys, fp8 = step.q, step.keys, impl.fp8_dtype
         if fp8 is not None:
-            factors = scale._k_scale_float, scale._v_scale_float
-            keys = [
-                [x.to(fp8).float() * f for x, f in zip(kv, factors, strict=True)] for kv in keys
-            ]
+            k_scale, v_scale = scale._k_scale_float, scale._v_scale_float
+            keys = [(k.to(fp8).float() * k_scale, v.to(fp8).float() * v_scale) for k, v in keys]
         if impl.supports_quant_query_input:
             q = q.to(fp8).float() * scale._q_scale_float
         return attended(pipeline, step.requests, q, keys)
