@@ -33,7 +33,7 @@ class Algorithm:
 
     __getattr__ = _is_kind
 
-    def __init__(self, name="NONE"):
+    def __init__(self, name):
         self.name = name
 
 
@@ -112,11 +112,13 @@ class WindowPool(Pool):
 
 
 class Engine:
-    """Layers of a model, their backend, and SGLang's table and pool. changed: of ModelRunner."""
+    """Layers of a model, their backend, and SGLang's table and pool.
+
+    topk: branches of drafts, None without drafts; changed: of ModelRunner."""
 
     def __init__(
         self, sglang, *layers, kv_dtype=torch.float16, page_size=1, window_pool=False,
-        encoder_decoder=False, **changed,
+        encoder_decoder=False, topk=None, algorithm="EAGLE", **changed,
     ):  # fmt: skip
         self.sglang, self.device, self.dtype = sglang, sglang.device, torch.float16
         self.page_size, self.kv_dtype = page_size, kv_dtype
@@ -132,8 +134,10 @@ class Engine:
             "token_to_kv_pool": self.pool, "dtype": self.dtype, "page_size": page_size,
             "req_to_token_pool": SimpleNamespace(req_to_token=self.table),
             "kv_cache_dtype": kv_dtype, "kv_cache_dtype_str": "auto",
-            "attention_chunk_size": None, "spec_algorithm": Algorithm(),
+            "attention_chunk_size": None,
+            "spec_algorithm": Algorithm("NONE" if topk is None else algorithm),
         }  # fmt: skip
+        sglang.spec.speculative_eagle_topk = topk
         self.runner = Anything("ModelRunner", **{**values, **changed})
 
     @functools.cached_property

@@ -39,7 +39,7 @@ def sglang(monkeypatch, target):
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
     found = SimpleNamespace(
         parallel=SimpleNamespace(attn_dcp_size=1, attn_cp_size=1),
-        spec=SimpleNamespace(speculative_eagle_topk=None, speculative_num_draft_tokens=None),
+        spec=SimpleNamespace(speculative_num_draft_tokens=5),
         state=SimpleNamespace(window=(0, 0)),
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
         device=torch.device(target.device),
@@ -209,8 +209,7 @@ def test_deterministic_inference(sglang):
 @pytest.mark.parametrize("topk", [None, 4])
 def test_layers_of_one_form_share_a_plan(sglang, topk, plans):
     """Trees that are verified between steps leave the plans of other steps."""
-    options = {} if topk is None else speculative(sglang, topk=topk)
-    engine = Engine(sglang, {}, {}, {} if topk else WINDOW, **options)
+    engine = Engine(sglang, {}, {}, {} if topk else WINDOW, topk=topk)
     for seed, requests in enumerate((MIXED, DECODES, MIXED[:2])):
         plans.clear()
         engine.check(requests, seed=seed)
@@ -237,11 +236,6 @@ def test_an_idle_step_has_no_plan(sglang):
 
 
 # Speculative decoding.
-
-
-def speculative(sglang, algorithm="EAGLE", topk=1):
-    sglang.spec.speculative_eagle_topk, sglang.spec.speculative_num_draft_tokens = topk, 5
-    return {"spec_algorithm": Algorithm(algorithm)}
 
 
 def spec_info(new, masks=None, layout=None):
@@ -275,7 +269,7 @@ def check_tree(engine, seed=0):
 
 @PAGES
 def test_a_chain_is_verified_with_causal_masking(sglang, page_size):
-    engine = Engine(sglang, {}, WINDOW, page_size=page_size, **speculative(sglang))
+    engine = Engine(sglang, {}, WINDOW, page_size=page_size, topk=1)
     info = spec_info(5, [torch.zeros(75, dtype=torch.bool, device=sglang.device)])  # unread
     engine.check(VERIFIED, Mode.TARGET_VERIFY, spec_info=info)
     engine.backend.update_verify_buffers_to_fill_after_draft(info, None)
@@ -284,15 +278,15 @@ def test_a_chain_is_verified_with_causal_masking(sglang, page_size):
 @PAGES
 @pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 4), ("NGRAM", 1)])
 def test_a_tree_is_verified_with_its_mask(sglang, page_size, algorithm, topk):
-    config = speculative(sglang, algorithm, topk)
-    engine = Engine(sglang, {}, {"logit_cap": 3.0}, page_size=page_size, **config)
+    options = {"page_size": page_size, "algorithm": algorithm, "topk": topk}
+    engine = Engine(sglang, {}, {"logit_cap": 3.0}, **options)
     for seed in (0, 1):
         check_tree(engine, seed)
         engine.check(MIXED, seed=seed)
 
 
 def test_a_draft_extend_step(sglang):
-    engine = Engine(sglang, page_size=16, is_draft_worker=True, **speculative(sglang, topk=4))
+    engine = Engine(sglang, page_size=16, is_draft_worker=True, topk=4)
     for seed, known in enumerate(({}, {"extend_seq_lens_cpu": None})):
         engine.check(VERIFIED, Mode.DRAFT_EXTEND_V2, seed=seed, spec_info=spec_info(5), **known)
 
@@ -302,8 +296,8 @@ def test_a_draft_extend_step(sglang):
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_draft_steps(sglang, topk, page_size, window_pool):
     """A draft worker takes a window over a tree."""
-    options = {"page_size": page_size, "window_pool": window_pool, "is_draft_worker": True}
-    engine = Engine(sglang, {}, WINDOW, **options, **speculative(sglang, topk=topk))
+    options = {"page_size": page_size, "window_pool": window_pool, "topk": topk}
+    engine = Engine(sglang, {}, WINDOW, is_draft_worker=True, **options)
     assert engine.backend is not None
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     assert backend.kv_index_translator is engine.runner.kv_index_translator
@@ -323,11 +317,10 @@ def test_draft_steps(sglang, topk, page_size, window_pool):
 def test_no_step_waits_for_the_device(sglang):
     if sglang.device.type != "cuda":
         pytest.skip("the CPU has no queue to wait for")
-    trees = speculative(sglang, topk=4)
-    engine = Engine(sglang, page_size=16, **trees)
+    engine = Engine(sglang, page_size=16, topk=4)
     batches = [engine.check(MIXED), engine.check(DECODES, Mode.DECODE), check_tree(engine)]
     begun = [(engine.backend.init_forward_metadata, batch) for batch in batches]
-    draft = Engine(sglang, {}, WINDOW, window_pool=True, is_draft_worker=True, **trees)
+    draft = Engine(sglang, {}, WINDOW, window_pool=True, is_draft_worker=True, topk=4)
     backend = sglang.draft(draft.runner, 4, NUM_STEPS)
     batch = Drafts(draft, 4, (40, 7, 50)).batch()
     backend.init_forward_metadata(batch)
@@ -367,8 +360,8 @@ def capture_batch(engine, mode, size, **values):
 @pytest.mark.parametrize(("mode", "rows", "steps", "topk", "layer", "window_pool"), REPLAYS)
 def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool):
     size = 4
-    options = {"page_size": page_size, "window_pool": window_pool}
-    engine = Engine(sglang, layer, **options, **speculative(sglang, topk=topk))
+    options = {"page_size": page_size, "window_pool": window_pool, "topk": topk}
+    engine = Engine(sglang, layer, **options)
     backend = engine.backend
     backend.init_cuda_graph_state(size + 2, (size + 2) * rows)
     assert (backend.verify_mask is None) == (topk > 1)
@@ -393,9 +386,7 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
 @PAGES
 def test_replays_of_draft_steps(sglang, topk, page_size):
     size = 3
-    engine = Engine(
-        sglang, page_size=page_size, is_draft_worker=True, **speculative(sglang, topk=topk)
-    )
+    engine = Engine(sglang, page_size=page_size, is_draft_worker=True, topk=topk)
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     backend.init_cuda_graph_state(size + 1, (size + 1) * topk)
     captured = capture_batch(engine, Mode.DECODE, size)
@@ -487,14 +478,10 @@ CONFIGURATIONS = [
 ]
 
 
-def of_trees(sglang):
-    return Engine(sglang, **speculative(sglang, topk=4))
-
-
 def verify(sglang, layout=None, **changed):
     """Begins a step that verifies a tree of which SGLang's layout is `layout`."""
     info = spec_info(5, tree_masks(VERIFIED), layout)
-    of_trees(sglang).begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
+    Engine(sglang, topk=4).begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
 
 
 def replay(sglang, requests, mode, *layers, **options):
@@ -526,8 +513,7 @@ REFUSED = [
       for changed, says in CONFIGURATIONS),
     (lambda x: Engine(x, {"head_dim": 72, "v_head_dim": 72}, kv_dtype=FP8).backend,
      "multiples of 16, not 72"),
-    (lambda x: Engine(x, {}, WINDOW, **speculative(x, topk=4)).backend,
-     "layer 1: .*--speculative-eagle-topk 1"),
+    (lambda x: Engine(x, {}, WINDOW, topk=4).backend, "layer 1: .*--speculative-eagle-topk 1"),
     *((lambda x, name=name: parallel(x, name), "context parallelism")
       for name in ("attn_dcp_size", "attn_cp_size")),
     (draft_of_a_window, "--speculative-draft-window-size"),
@@ -538,7 +524,7 @@ REFUSED = [
      "mask over encoder tokens"),
     (lambda x: verify(x, object()), "SGLANG_RAGGED_VERIFY_MODE"),
     (lambda x: verify(x, seq_lens_cpu=None), "needs seq_lens_cpu"),
-    (lambda x: of_trees(x).backend.update_verify_buffers_to_fill_after_draft(None, None),
+    (lambda x: Engine(x, topk=4).backend.update_verify_buffers_to_fill_after_draft(None, None),
      "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
     (lambda x: with_one_module(x, xai_temperature_len=8).check(MIXED),
      "layer 1: preflash does not scale the logits"),
