@@ -29,10 +29,7 @@ OPTIONS = {
     "capped": {"soft_cap": 30.0},
     "window": {"sliding_window": 33},
     "fp8 cache": {"dtype": torch.bfloat16, "fp8_cache": True},
-    "like Gemma": {
-        "dtype": torch.bfloat16, "head_dim": 256, "soft_cap": 30.0, "sliding_window": 33,
-    },
-}  # fmt: skip
+}
 
 
 def main() -> int:
