@@ -70,6 +70,16 @@ def attended(pipeline, requests, q, keys, masks=None):
     ])  # fmt: skip
 
 
+def captured(run, device):
+    """Captures run() in a CUDA graph and returns its replay(); on the CPU a run takes its place."""
+    if device.type != "cuda":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def through(x, dtype, scale):
     """Returns x as it comes out of a cache of 8 bits."""
     return (x / scale).to(dtype).float() * scale

@@ -7,7 +7,7 @@ import math
 from types import SimpleNamespace
 
 import torch
-from engine_modules import Request, attended, close, through
+from engine_modules import Request, attended, captured, close, through
 from engines.stand_ins import Anything
 from preflash.testing.oracle import Pipeline
 
@@ -300,13 +300,8 @@ class Drafts:
     def loc(self, row, branch, step):
         """Returns the cache slot of a branch's token of a step."""
         length, page = self.lengths[row], self.engine.page_size
-        if page == 1 or self.topk == 1:
-            column = length + branch * NUM_STEPS + step
-        else:
-            last = length % page
-            pages = math.ceil((last + NUM_STEPS) / page)
-            column = length // page * page + branch * pages * page + last + step
-        return int(self.engine.table[row + 1, column])
+        room = math.ceil((length % page + NUM_STEPS) / page) * page
+        return int(self.engine.table[row + 1, length + branch * room + step])
 
     def batch(self, padding=0):
         rows = [*range(1, len(self.lengths) + 1), *[0] * padding]
@@ -341,13 +336,10 @@ class Graph:
             torch.zeros(rows, *size, dtype=engine.dtype, device=engine.device)
             for size in sizes_of(engine.layers[0])
         ]
-        self.locs, self.graph = engine.tensor([0] * rows), None
+        self.locs = engine.tensor([0] * rows)
         for _ in range(2):  # warm-up
             self._run()
-        if engine.device.type == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._run()
+        self._replay = captured(self._run, engine.device)
 
     def _run(self):
         self.batch.out_cache_loc = self.locs
@@ -359,8 +351,5 @@ class Graph:
         for buffer, new in zip((self.locs, *self.inputs), (locs, q, k, v), strict=True):
             buffer.zero_()
             buffer[: len(new)] = new.to(buffer.device)
-        if self.graph is None:
-            self._run()
-        else:
-            self.graph.replay()
+        self._replay()
         return self.out[: len(q)]

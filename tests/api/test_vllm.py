@@ -17,6 +17,7 @@ from engine_modules import (
     MIXED,
     Request,
     attended,
+    captured,
     close,
     recorded_plans,  # noqa: F401
     stand_ins,
@@ -400,15 +401,11 @@ def test_replays(vllm, rows, steps, layer):
     out = torch.empty_like(q)
     cache, table = group.cache([], dummy)
     table.zero_()
-    captured = group.common(dummy, table)
+    common = group.common(dummy, table)
     for _ in range(2):  # vLLM's warm-up and capture
-        captured_metadata = group.builder.build_for_cudagraph_capture(captured)
-    graph = None
-    if q.is_cuda:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            group.run(captured_metadata, q, cache, out=out)
-    lengths = captured.seq_lens
+        metadata = group.builder.build_for_cudagraph_capture(common)
+    replay = captured(lambda: group.run(metadata, q, cache, out=out), q.device)
+    lengths = common.seq_lens
     for seed, pairs in enumerate(steps):
         step = group.step([Request(*pair) for pair in pairs], seed)
         q[: len(step.q)] = step.q.to(vllm.device)
@@ -417,36 +414,33 @@ def test_replays(vllm, rows, steps, layer):
         lengths.copy_(ints(*(r.total for r in step.requests)))
         bounds = {"padding": len(q) - len(step.q), "slack": 0 if "sliding_window" in layer else 5}
         assert in_graph(group.build(step.requests, table, seq_lens=lengths, **bounds))
-        if graph is None:
-            group.run(captured_metadata, q, cache, out=out)
-        else:
-            graph.replay()
+        replay()
         group.close(out, step)
 
 
 def test_another_step_of_a_captured_size_is_eager(vllm):
     group = Group(vllm)
     table = group.step(DECODES).table
-    captured = group.common(DECODES, table)
-    group.builder.build_for_cudagraph_capture(captured)
+    common = group.common(DECODES, table)
+    group.builder.build_for_cudagraph_capture(common)
     for changed in (
-        {"seq_lens": captured.seq_lens.clone()},
+        {"seq_lens": common.seq_lens.clone()},
         {"block_table_tensor": table.clone()},
         {"padding": 1},
     ):
-        same = {"seq_lens": captured.seq_lens, **changed}
+        same = {"seq_lens": common.seq_lens, **changed}
         assert not in_graph(group.build(DECODES, table, **same))
-    assert in_graph(group.builder.build(0, captured))
+    assert in_graph(group.builder.build(0, common))
 
 
 def test_a_table_with_distance_between_rows_is_captured_in_a_copy(vllm):
     group = Group(vllm)
     step = group.step(DECODES)
     apart = step.table.new_zeros(len(step.table), 20)[:, : step.table.shape[1]]
-    captured = group.common(DECODES, apart)
-    group.builder.build_for_cudagraph_capture(captured)
+    common = group.common(DECODES, apart)
+    group.builder.build_for_cudagraph_capture(common)
     apart.copy_(step.table)
-    metadata = group.builder.build(0, captured)
+    metadata = group.builder.build(0, common)
     assert in_graph(metadata)
     group.close(group.run(metadata, step.q, step.cache), step)
 
