@@ -36,21 +36,15 @@ def arguments(inputs, units="elements", device="cpu"):
         return at if in_tokens else at * math.prod(widths)
 
     found = {
-        "q": inputs.q,
-        "k_cache": inputs.k,
-        "v_cache": inputs.v,
-        "scale": case.scale,
+        "q": inputs.q, "k_cache": inputs.k, "v_cache": inputs.v, "scale": case.scale,
         "workspace_buffer": torch.empty(1 << 22, dtype=torch.uint8, device=inputs.q.device),
-        "max_token_per_sequence": max(case.qo_lens),
-        "max_sequence_kv": max(case.kv_lens),
+        "max_token_per_sequence": max(case.qo_lens), "max_sequence_kv": max(case.kv_lens),
         "actual_seq_lens_q": torch.tensor(case.qo_lens, dtype=torch.int32, device=device),
         "actual_seq_lens_kv": torch.tensor(case.kv_lens, dtype=torch.int32, device=device),
-        "causal": case.mask is MaskKind.CAUSAL,
-        "return_lse": True,
+        "causal": case.mask is MaskKind.CAUSAL, "return_lse": True,
         "batch_offsets_q": offsets(qo_at, heads, case.head_dim),
-        "batch_offsets_o": offsets(qo_at, heads, case.dim_vo),
-        "batch_offsets_units": units,
-    }
+        "batch_offsets_o": offsets(qo_at, heads, case.dim_vo), "batch_offsets_units": units,
+    }  # fmt: skip
     if case.page_size:
         pages = [-(-n // case.page_size) for n in case.kv_lens]
         table = torch.full((case.batch_size, max(pages) + 2), -7, dtype=torch.int32, device="cpu")

@@ -1,41 +1,43 @@
-"""Tests of engines' backends share stand-ins for modules that are not installed, and checks."""
+"""Tests of engines' backends share the stand-ins of tests/engines, requests and checks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
-import itertools
 import sys
-import types
+from pathlib import Path
 
 import pytest
 import torch
+from engines.stand_ins import Finder
 from preflash import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from preflash.testing.oracle import attend
 
 
-def add_modules(monkeypatch, modules):
-    """Puts modules and the packages above them into sys.modules, and each into the one above."""
-    paths = (itertools.accumulate(name.split("."), "{}.{}".format) for name in modules)
-    names = set(itertools.chain.from_iterable(paths))
-    for name in sorted(names):  # packages first
-        module = types.ModuleType(name)
-        if name in modules:
-            vars(module).update(modules[name])
-        else:
-            module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-        above, _, last = name.rpartition(".")
-        if above:
-            setattr(sys.modules[above], last, module)
+@contextlib.contextmanager
+def stand_ins(engine, modules, integration=()):
+    """Imports modules of preflash.integrations.ENGINE while every module of the engine is a
+    stand-in.
 
+    modules: values of the engine's modules, by path; other names compute nothing.
+    """
+    finder = Finder(Path(), engine, real=(), absent=())
+    finder.values = {f"{engine}.{name}": values for name, values in modules.items()}
+    path = f"preflash.integrations.{engine}."
 
-def import_afresh(monkeypatch, names):
-    """Imports modules of preflash on the stand-ins; the test's end forgets them."""
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
-    return [importlib.import_module(name) for name in names]
+    def forget():
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == engine or name.startswith(path):
+                del sys.modules[name]
+
+    forget()
+    finder.install()
+    try:
+        yield [importlib.import_module(path + name) for name in integration]
+    finally:
+        sys.meta_path.remove(finder)
+        forget()
 
 
 @dataclasses.dataclass
@@ -66,6 +68,16 @@ def attended(pipeline, requests, q, keys, masks=None):
         attend(row, k, v, pipeline, custom=mask).out
         for row, (k, v), mask in zip(rows, keys, masks, strict=True)
     ])  # fmt: skip
+
+
+def captured(run, device):
+    """Captures run() in a CUDA graph and returns its replay(); on the CPU a run takes its place."""
+    if device.type != "cuda":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def through(x, dtype, scale):

@@ -7,7 +7,8 @@ import math
 from types import SimpleNamespace
 
 import torch
-from engine_modules import Request, attended, close, through
+from engine_modules import Request, attended, captured, close, through
+from engines.stand_ins import Anything
 from preflash.testing.oracle import Pipeline
 
 D, HEADS, KV_HEADS, SCALE = 64, 4, 2, 0.2
@@ -32,7 +33,7 @@ class Algorithm:
 
     __getattr__ = _is_kind
 
-    def __init__(self, name="NONE"):
+    def __init__(self, name):
         self.name = name
 
 
@@ -111,11 +112,13 @@ class WindowPool(Pool):
 
 
 class Engine:
-    """Layers of a model, their backend, and SGLang's table and pool. changed: of ModelRunner."""
+    """Layers of a model, their backend, and SGLang's table and pool.
+
+    topk: branches of drafts, None without drafts; changed: of ModelRunner."""
 
     def __init__(
         self, sglang, *layers, kv_dtype=torch.float16, page_size=1, window_pool=False,
-        encoder_decoder=False, **changed,
+        encoder_decoder=False, topk=None, algorithm="EAGLE", **changed,
     ):  # fmt: skip
         self.sglang, self.device, self.dtype = sglang, sglang.device, torch.float16
         self.page_size, self.kv_dtype = page_size, kv_dtype
@@ -130,12 +133,12 @@ class Engine:
             "model": torch.nn.ModuleList(self.layers), "model_config": config,
             "token_to_kv_pool": self.pool, "dtype": self.dtype, "page_size": page_size,
             "req_to_token_pool": SimpleNamespace(req_to_token=self.table),
-            "kv_index_translator": SimpleNamespace(reads_are_translated=False),
             "kv_cache_dtype": kv_dtype, "kv_cache_dtype_str": "auto",
-            "init_new_workspace": False, "is_draft_worker": False, "use_mla_backend": False,
-            "attention_chunk_size": None, "spec_algorithm": Algorithm(),
+            "attention_chunk_size": None,
+            "spec_algorithm": Algorithm("NONE" if topk is None else algorithm),
         }  # fmt: skip
-        self.runner = SimpleNamespace(**{**values, **changed})
+        sglang.spec.speculative_eagle_topk = topk
+        self.runner = Anything("ModelRunner", **{**values, **changed})
 
     @functools.cached_property
     def backend(self):
@@ -165,10 +168,8 @@ class Engine:
         found = []
         for layer in self.layers:
             (_, q_dim), *sizes = sizes_of(layer)
-            pairs = []
-            for request in requests:
-                n = request.encoder if layer.is_cross_attention else request.total
-                pairs.append(tuple(values(n, *size) for size in sizes))
+            lengths = [r.encoder if layer.is_cross_attention else r.total for r in requests]
+            pairs = [tuple(values(n, *size) for size in sizes) for n in lengths]
             found.append((values(rows, HEADS, q_dim), pairs))
         return found
 
@@ -177,14 +178,11 @@ class Engine:
         drafts = requests[0].new if mode is Mode.TARGET_VERIFY else 0
         lengths = [request.total - drafts for request in requests] + [1] * padding
         encoder = [request.encoder for request in requests] + [0] * padding
-        locs, encoder_locs = [], []
-        for row, request in enumerate(requests, 1):
-            locs.append(self.slot(row, request.total - request.new, request.total, request))
-            encoder_locs.append(self.table[row, : request.encoder])
+        rows = [*enumerate(requests, 1)]
+        locs = [self.slot(row, r.total - r.new, r.total, r) for row, r in rows]
+        encoder_locs = [self.table[row, : r.encoder] for row, r in rows]
         values = {
-            "forward_mode": mode, "batch_size": len(lengths), "spec_info": None,
-            "req_pool_indices": self.tensor([*range(1, len(requests) + 1)] + [0] * padding),
-            "seq_lens": self.tensor(lengths), "seq_lens_cpu": torch.tensor(lengths),
+            **self.lengths_of(mode, [*dict(rows)] + [0] * padding, lengths), "spec_info": None,
             "extend_seq_lens_cpu": [request.new for request in requests],
             "out_cache_loc": torch.cat(locs).long(),
             "encoder_out_cache_loc": torch.cat(encoder_locs).long(),
@@ -193,15 +191,23 @@ class Engine:
         }  # fmt: skip
         return SimpleNamespace(**{**values, **changed})
 
+    def lengths_of(self, mode, rows, lengths):
+        """Returns the fields of a ForwardBatch of requests in these rows of the table."""
+        return {
+            "forward_mode": mode, "batch_size": len(lengths),
+            "req_pool_indices": self.tensor(rows), "seq_lens": self.tensor(lengths),
+            "seq_lens_cpu": torch.tensor(lengths),
+        }  # fmt: skip
+
     def slot(self, row, begin, end, request):
         return self.table[row, request.encoder + begin : request.encoder + end]
 
     def fill(self, requests, inputs):
         """Writes the keys before the new ones into the cache."""
         for layer, (_, pairs) in zip(self.layers, inputs, strict=True):
+            if layer.is_cross_attention:
+                continue
             for row, (request, (k, v)) in enumerate(zip(requests, pairs, strict=True), 1):
-                if layer.is_cross_attention:
-                    continue
                 n = request.total - request.new
                 self.write(layer, self.slot(row, 0, n, request), k[:n], v[:n])
 
@@ -294,21 +300,13 @@ class Drafts:
     def loc(self, row, branch, step):
         """Returns the cache slot of a branch's token of a step."""
         length, page = self.lengths[row], self.engine.page_size
-        if page == 1 or self.topk == 1:
-            column = length + branch * NUM_STEPS + step
-        else:
-            last = length % page
-            pages = math.ceil((last + NUM_STEPS) / page)
-            column = length // page * page + branch * pages * page + last + step
-        return int(self.engine.table[row + 1, column])
+        room = math.ceil((length % page + NUM_STEPS) / page) * page
+        return int(self.engine.table[row + 1, length + branch * room + step])
 
     def batch(self, padding=0):
-        rows, lengths = range(1, len(self.lengths) + 1), [*self.lengths, *[1] * padding]
-        return SimpleNamespace(
-            forward_mode=Mode.DECODE, batch_size=len(lengths),
-            req_pool_indices=self.engine.tensor([*rows, *[0] * padding]),
-            seq_lens=self.engine.tensor(lengths), seq_lens_cpu=torch.tensor(lengths),
-        )  # fmt: skip
+        rows = [*range(1, len(self.lengths) + 1), *[0] * padding]
+        lengths = [*self.lengths, *[1] * padding]
+        return SimpleNamespace(**self.engine.lengths_of(Mode.DECODE, rows, lengths))
 
     def new_token(self, layer, step):
         """Draws q, k and v of a step's tokens, and their slots; keeps k and v for the reference."""
@@ -338,13 +336,10 @@ class Graph:
             torch.zeros(rows, *size, dtype=engine.dtype, device=engine.device)
             for size in sizes_of(engine.layers[0])
         ]
-        self.locs, self.graph = engine.tensor([0] * rows), None
+        self.locs = engine.tensor([0] * rows)
         for _ in range(2):  # warm-up
             self._run()
-        if engine.device.type == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._run()
+        self._replay = captured(self._run, engine.device)
 
     def _run(self):
         self.batch.out_cache_loc = self.locs
@@ -353,13 +348,8 @@ class Graph:
 
     def replay(self, q, k, v, locs):
         """Replays rows of q, k and v at these slots; the other rows are padding at slot 0."""
-        self.locs.zero_()
-        self.locs[: len(locs)] = locs
-        for buffer, new in zip(self.inputs, (q, k, v), strict=True):
+        for buffer, new in zip((self.locs, *self.inputs), (locs, q, k, v), strict=True):
             buffer.zero_()
             buffer[: len(new)] = new.to(buffer.device)
-        if self.graph is None:
-            self._run()
-        else:
-            self.graph.replay()
+        self._replay()
         return self.out[: len(q)]

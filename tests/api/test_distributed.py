@@ -52,26 +52,21 @@ def ranks_of(rank, world, meeting, device_type, dtype, cases, tolerance):
         eight, lens = bits.view(torch.float8_e4m3fn), [11, 5]
         back = join_chunks(own_chunks(eight, seq_lens=lens), seq_lens=lens)
         assert torch.equal(back.view(torch.uint8), bits)
-        x = torch.zeros(5, 2, 64)
+        x, double = [torch.zeros(5, 2, 64)] * 3, [*own[:2], own[2].double()]
+        nan, short = {**spread, "sm_scale": math.nan}, {"seq_lens": [16 - 2 * world]}
         refused = [
-            (ValueError, r"must be a multiple of .*or give seq_lens",
-             lambda: own_chunks(torch.zeros(2 * world + 1))),
-            (TypeError, r"v is torch\.float64",
-             lambda: context_parallel_prefill(own[0], own[1], own[2].double(), **spread)),
-            (ValueError, "sm_scale=nan",
-             lambda: context_parallel_prefill(*own, sm_scale=math.nan, **spread)),
-            (ValueError, "q has 5 tokens; must be even", lambda: context_parallel_prefill(x, x, x)),
-            (ValueError, f"q has 5 tokens; rank {rank} of {world} has 2",
-             lambda: context_parallel_prefill(x, x, x, seq_lens=[2 * world])),
+            (own_chunks, torch.zeros(2 * world + 1), {}, "a multiple of .*or give seq_lens"),
+            (context_parallel_prefill, double, spread, r"v is torch\.float64"),
+            (context_parallel_prefill, own, nan, "sm_scale=nan"),
+            (context_parallel_prefill, x, {}, "q has 5 tokens; must be even"),
+            (context_parallel_prefill, x, {"seq_lens": [2 * world]},
+             f"q has 5 tokens; rank {rank} of {world} has 2"),
+            (join_chunks, own_chunks(eight, seq_lens=[16]), short,
+             "x has .* tokens; this rank has"),
         ]  # fmt: skip
-        if world > 1:
-            short = {"seq_lens": [16 - 2 * world]}
-            own_eight = own_chunks(eight, seq_lens=[16])
-            says = r"x has .* tokens; this rank has"
-            refused.append((ValueError, says, lambda: join_chunks(own_eight, **short)))
-        for error, says, call in refused:
-            with pytest.raises(error, match=says):
-                call()
+        for call, tensors, given, says in refused if world > 1 else refused[:-1]:
+            with pytest.raises(TypeError if "float64" in says else ValueError, match=says):
+                call(*(tensors if isinstance(tensors, list) else [tensors]), **given)
         # Every rank's call was refused, and the next call waits for nothing of it.
         out, _ = context_parallel_prefill(*own, **spread, **options)
         torch.testing.assert_close(join_chunks(out, **spread), expected, **tolerance)

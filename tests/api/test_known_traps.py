@@ -1,13 +1,13 @@
 """Users of attention libraries have met each of these mistakes."""
 
-import dataclasses
 import itertools
 import math
 
+import preflash
 import pytest
 import torch
 from planned_cases import check_run, planned
-from preflash.testing import Case, MaskKind, build, compare, reference, runner
+from preflash.testing import Case, MaskKind, Position, build, compare, reference, runner
 
 FULL, CAUSAL, CUSTOM, PACKED = MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED
 HEADS = (4, 2, 64)
@@ -34,24 +34,6 @@ def test_case(target, case):
 
 
 # --- logits ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("logit", [-5e4, -2.5e5])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, CUSTOM])
-def test_very_negative_logits_are_ordinary(target, logit, mask):
-    """No finite number stands for minus infinity: a row of logits near -5e4 is a plain mean."""
-    scale = logit / (-256.0 * 256.0)
-    case = Case("negative", (40,), (40,), 2, 1, 64, mask=mask, sm_scale=scale)
-    inputs = build(case, device=target.device)
-    for tensor, first in ((inputs.q, -256.0), (inputs.k, 256.0)):
-        tensor.zero_()
-        tensor[..., 0] = first
-    out, lse = runner.single(inputs, backend=target.backend)
-    expected = reference(inputs)
-    # All logits of a row are equal, so rounding them cannot change the weights.
-    exact = dataclasses.replace(expected, logit_bound=torch.zeros_like(expected.logit_bound))
-    compare(out, None, exact).check()
-    compare(out, lse, expected, logit_rounding=4.0).check()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -139,30 +121,11 @@ def test_the_last_row_ends_the_allocation(target, dim):
 # --- masks -------------------------------------------------------------------
 
 
-def test_packed_mask_precedes_the_dense_one(target):
-    inputs = build(Case("both", (9, 20), (33, 20), *HEADS, mask=PACKED), device=target.device)
-    wrong = torch.ones(9 * 33 + 20 * 20, dtype=torch.bool, device=target.device)
-    runner.check(inputs, backend=target.backend, custom_mask=wrong)
-    inputs = build(Case("both", (9,), (33,), *HEADS, mask=PACKED), device=target.device)
-    wrong = wrong[: 9 * 33].view(9, 33)
-    out, lse = runner.single(inputs, backend=target.backend, custom_mask=wrong)
-    runner.compare(inputs, out, lse).check()
-
-
 MASKED = Case("mask", (30, 5), (30, 77), *HEADS, mask=CUSTOM)
 
 
 def test_causal_is_ignored_under_a_custom_mask(target):
     check(target, MASKED, causal=True)
-
-
-def test_mask_is_gone_after_a_plan_without_one(target):
-    inputs, wrapper = planned(MASKED, target)
-    causal = dataclasses.replace(MASKED, mask=CAUSAL)
-    plain = dataclasses.replace(inputs, case=causal, masks=None, custom_mask=None)
-    for each in (inputs, plain, inputs):
-        runner.plan(wrapper, each)
-        check_run(each, wrapper)
 
 
 def test_caller_may_reuse_a_mask(target):
@@ -174,6 +137,27 @@ def test_caller_may_reuse_a_mask(target):
 
 
 # --- arrays, plans and wrappers ----------------------------------------------
+
+
+@pytest.mark.parametrize("position", [Position.ALIBI, Position.ROPE])
+def test_decode_passes_the_position_on(target, position):
+    rope = {"rope_scale": 8.0, "rope_theta": 5e5} if position is Position.ROPE else {}
+    options = {"pos_encoding_mode": position.value, **rope}
+    ragged, paged = (
+        Case("positions", (1,), (90,), *HEADS, page_size=size, position=position, **rope)
+        for size in (0, 16)
+    )
+    inputs = build(ragged, device=target.device)
+    given = inputs.q[0], inputs.k[:90], inputs.v[:90]
+    out, lse = preflash.single_decode_with_kv_cache(*given, return_lse=True, **options)
+    runner.compare(inputs, out[None], lse[None]).check()
+    inputs = build(paged, device=target.device)
+    wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper(
+        runner.workspace(target.device), backend=target.backend
+    )
+    pages = inputs.kv_indptr, inputs.indices, inputs.last_page_len
+    wrapper.plan(*pages, *HEADS, 16, q_data_type=paged.dtype, **options)
+    check_run(inputs, wrapper)
 
 
 @pytest.mark.parametrize("index_device", ["cpu", "target"])

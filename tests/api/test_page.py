@@ -1,13 +1,13 @@
 """Lengths, positions and appends of page tables are those of a loop over tokens."""
 
+import copy
 import itertools
+import random
 
 import preflash
 import pytest
 import torch
-from fuzz import append_problems
 from fuzz.guarded import bits
-from fuzz.random_cases import Limits
 from preflash import page
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
@@ -45,30 +45,24 @@ def test_positions(target):
 # Appends.
 
 
-@pytest.mark.parametrize("seed", range(70, 100))
+SHAPES = [(1, 5, INT), (3, 16, LONG), (9, 1, INT), (36, 5, LONG), (128, 16, INT)]
+
+
+@pytest.mark.parametrize("seed", range(50))
 def test_random_appends(target, seed):
     """Every bit of the pools and of the memory around them is as a loop over tokens leaves it.
 
-    The last problems have more than one task of the CPU, more than one wave of a GPU.
-    """
-    tokens = 100 if seed < 98 else 5000
-    limits = Limits(tokens, 1e6, (torch.float16, torch.bfloat16, torch.float32))
-    problem = append_problems.draw(1, seed, limits)
-    verdict = append_problems.examine(problem, backend=target.backend, device=target.device)
-    assert verdict.failures == []
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize(
-    ("head_dim", "page_size", "index_dtype"),
-    [(1, 5, INT), (3, 16, LONG), (9, 1, INT), (36, 5, LONG), (128, 16, INT)],
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_append_of_parts_of_larger_tensors(target, dtype, head_dim, page_size, index_dtype, layout):
-    """K and V of different head_dim at odd addresses, strided index arrays. The pages may begin
-    later in the list, or be rows of a block table with padding columns, which hold no page."""
-    generator = torch.Generator().manual_seed(head_dim)
-    lengths, new_tokens, dims = (19, 22, 4, 23), (19, 1, 0, 16), (head_dim, head_dim + 2)
+    K and V have any address, one tensor or two of different head_dim; index arrays are strided. The
+    pages may begin later in the list, or be rows of a block table with padding columns, which hold
+    no page. The last problems have more than one task of the CPU, more than one wave of a GPU."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype, layout, is_one = DTYPES[seed % 4], ("NHD", "HND")[seed // 4 % 2], draw.random() < 0.4
+    head_dim, page_size, index_dtype = SHAPES[seed % 5]
+    dims = (head_dim, head_dim + (0 if is_one else 2))
+    lengths = [draw.choice([0, 4, draw.randint(1, 100)]) for _ in range(draw.randint(1, 6))]
+    new_tokens = [draw.choice([0, min(n, 1), n]) for n in lengths]
+    if seed >= 45:
+        lengths, new_tokens = [*lengths, 4000], [*new_tokens, 4000]
     counts = [-(-n // page_size) for n in lengths]
     pages = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)]
     own = pages.split(counts)
@@ -79,10 +73,8 @@ def test_append_of_parts_of_larger_tensors(target, dtype, head_dim, page_size, i
         values = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
         return target.to(values.view(dtype))
 
-    def pools(memory):
-        """Returns the pools [pages, page_size, heads, head_dim] that lie in memory."""
-        found = [each[..., 3 : 3 + dim] for each, dim in zip(memory, dims, strict=True)]
-        return found if layout == "NHD" else [pool.transpose(1, 2) for pool in found]
+    def caches(memory):
+        return [each[..., 3 : 3 + dim] for each, dim in zip(memory, dims, strict=True)]
 
     def index(values):
         """Returns every other element of an array."""
@@ -91,40 +83,38 @@ def test_append_of_parts_of_larger_tensors(target, dtype, head_dim, page_size, i
 
     begins = torch.tensor([0, *itertools.accumulate(counts)])
     last = index([(n - 1) % page_size + 1 for n in lengths])
-    assert preflash.get_seq_lens(index(begins + 2), last, page_size).tolist() == [*lengths]
-    starts = index([0, *itertools.accumulate(new_tokens)])
-    owners, positions = preflash.get_batch_indices_positions(starts, index(lengths), 40)
-    owners[[4, 17]] = -1
-    rows = drawn(40, 3, sum(dims) + 1)[..., 1:].split(dims, -1)
+    assert preflash.get_seq_lens(index(begins + 2), last, page_size).tolist() == lengths
+    owners, positions = [-1] * 3, [0] * 3
+    for request, (new, length) in enumerate(zip(new_tokens, lengths, strict=True)):
+        owners += [request] * new
+        positions += range(length - new, length)
+    starts = index([*itertools.accumulate(new_tokens, initial=3)])
+    found = preflash.get_batch_indices_positions(starts, index(lengths), len(owners) + 2)
+    assert [each.tolist() for each in found] == [[*owners, -1, -1], [*positions, 0, 0]]
+    owners[5::9] = [-1] * len(owners[5::9])
+    rows = drawn(len(owners), 3, sum(dims) + 1)[..., 1:].split(dims, -1)
     size = (page_size, 3) if layout == "NHD" else (3, page_size)
-    memory = [drawn(len(pages) + 3, *size, 7 + dim) for dim in dims]
+    sizes = [(len(pages) + 3, *size, 7 + dim) for dim in dims]
+    memory = drawn(2, *sizes[0]) if is_one else [drawn(*each) for each in sizes]
     wanted = [each.clone().cpu() for each in memory]
-    for token, (owner, position) in enumerate(
-        zip(owners.tolist(), positions.tolist(), strict=True)
-    ):
+    for token, (owner, position) in enumerate(zip(owners, positions, strict=True)):
         nth, slot = divmod(position, page_size)
-        for pool, new in zip(pools(wanted), rows, strict=True):
+        for pool, new in zip(caches(wanted), rows, strict=True):
             if owner >= 0:
-                bits(pool)[own[owner][nth], slot] = bits(new)[token].cpu()
-    table = torch.full((4, max(counts) + 5), 10**6, dtype=torch.int32)
+                page = bits(pool)[own[owner][nth]]
+                page.select(int(layout == "HND"), slot).copy_(bits(new)[token])
+    table = torch.full((len(lengths), max(counts) + 5), 10**6, dtype=index_dtype)
     for row, part in zip(table, own, strict=True):
         row[: len(part)] = part
     later = torch.cat([torch.tensor([-5, 10**6]), pages])
     for indices, begin in (
         (index(pages), 0), (index(later), 2), (target.to(table)[:, : max(counts) + 2], 2),
     ):  # fmt: skip
-        got = [each.clone() for each in memory]
-        cache = tuple(each[..., 3 : 3 + dim] for each, dim in zip(got, dims, strict=True))
-        preflash.append_paged_kv_cache(
-            *rows,
-            index(owners),
-            index(positions),
-            cache,
-            indices,
-            index(begins + begin),
-            last,
-            layout,
-        )
+        got = copy.deepcopy(memory)
+        cache = got.transpose(0, 1)[..., 3 : 3 + head_dim] if is_one else tuple(caches(got))
+        places = index(owners), index(positions)
+        table_arrays = indices, index(begins + begin), last
+        preflash.append_paged_kv_cache(*rows, *places, cache, *table_arrays, layout)
         assert all(torch.equal(bits(a.cpu()), bits(b)) for a, b in zip(got, wanted, strict=True))
 
 
@@ -183,15 +173,12 @@ def test_tokens_without_a_place_are_not_written(target, monkeypatch):
 def arguments(target) -> dict:
     rows = torch.ones(3, 2, 8, device=target.device)
     return {
-        "append_key": rows,
-        "append_value": 2 * rows,
-        "batch_indices": ints(target, 0, 1, 1),
-        "positions": ints(target, 5, 0, 1),
+        "append_key": rows, "append_value": 2 * rows,
+        "batch_indices": ints(target, 0, 1, 1), "positions": ints(target, 5, 0, 1),
         "paged_kv_cache": torch.zeros(4, 2, 4, 2, 8, device=target.device),
-        "kv_indices": ints(target, 3, 1, 0),
-        "kv_indptr": ints(target, 0, 2, 3),
+        "kv_indices": ints(target, 3, 1, 0), "kv_indptr": ints(target, 0, 2, 3),
         "kv_last_page_len": ints(target, 2, 2),
-    }
+    }  # fmt: skip
 
 
 def test_nothing_to_append(target):
@@ -241,52 +228,43 @@ def every_other(t: torch.Tensor) -> torch.Tensor:
     return torch.stack([t, t], -1)[..., 0]
 
 
-# Argument, how it is spoiled, and the message.
-REFUSED = {
-    TypeError: [
-        ("append_key", lambda t: t.half(), "append_key is torch.float16"),
-        ("positions", lambda t: t.float(), "positions is torch.float32"),
-    ],
-    ValueError: [
-        ("append_value", lambda t: t[:, :1], "append_value has shape"),
-        ("append_value", lambda t: t[:2], "append_value has 2 tokens"),
-        ("batch_indices", lambda t: t[:2], "batch_indices has shape"),
-        ("positions", lambda t: t + 1, "positions: 6 for request 0, .* 6 tokens"),
-        ("positions", lambda t: t - 1, "positions: -1 for request 1"),
-        ("batch_indices", lambda t: t + 1, "batch_indices holds 2"),
-        ("kv_indices", lambda t: t + 3, "kv_indices holds pages .* 4"),
-        ("kv_indices", lambda t: t[:0], "kv_indices has 0 elements"),
-        # Block tables.
-        ("kv_indices", lambda t: t[None],
-         r"kv_indices has shape .*must be \(2, 3\): \[batch_size, pages\]"),
-        ("kv_indices", lambda t: t[:2, None], "kv_indices has 1 columns; kv_indptr counts 2 pages"),
-        ("kv_indices", lambda t: torch.stack([t[:2] + 3, t[:2]]), "kv_indices holds pages .* 4"),
-        ("kv_indices", lambda t: torch.stack([t[:2], t[:2]]).t().contiguous().t(),
-         "kv_indices has stride 2 in its last"),
-        ("kv_indices", lambda t: t[None, None], "kv_indices has shape .* one-dimensional"),
-        ("kv_indptr", lambda t: t[:-1], r"kv_last_page_len has shape \(2,\)"),
-        ("kv_indptr", lambda t: t - 1, "kv_indptr goes from -1 to 2"),
-        ("kv_indptr", lambda t: t + t.new_tensor([0, 3, -2]), "smallest step of -4"),
-        ("kv_last_page_len", lambda t: t + 6, r"kv_last_page_len\[0\] = 8"),
-        ("paged_kv_cache", lambda t: t[:, :1], "paged_kv_cache has shape"),
-        ("paged_kv_cache", every_other, "the cache has stride 2 in its last"),
-        ("paged_kv_cache", lambda t: t[:1].expand(t.shape), "overlap"),
-        ("paged_kv_cache", lambda t: (t[:, 0], t[:, 0]), "^v_cache lies where k_cache does"),
-        ("kv_layout", lambda _: "DHN", "kv_layout"),
-        ("append_key", every_other, "append_key has stride 2 in its last"),
-    ],
-}  # fmt: skip
+# Argument, the error, how it is spoiled, and the message.
+REFUSED = [
+    ("append_key", TypeError, lambda t: t.half(), "append_key is torch.float16"),
+    ("positions", TypeError, lambda t: t.float(), "positions is torch.float32"),
+    ("append_value", ValueError, lambda t: t[:, :1], "append_value has shape"),
+    ("append_value", ValueError, lambda t: t[:2], "append_value has 2 tokens"),
+    ("batch_indices", ValueError, lambda t: t[:2], "batch_indices has shape"),
+    ("positions", ValueError, lambda t: t + 1, "positions: 6 for request 0, .* 6 tokens"),
+    ("positions", ValueError, lambda t: t - 1, "positions: -1 for request 1"),
+    ("batch_indices", ValueError, lambda t: t + 1, "batch_indices holds 2"),
+    ("kv_indices", ValueError, lambda t: t + 3, "kv_indices holds pages .* 4"),
+    ("kv_indices", ValueError, lambda t: t[:0], "kv_indices has 0 elements"),
+    # Block tables.
+    ("kv_indices", ValueError, lambda t: t[None],
+     r"kv_indices has shape .*must be \(2, 3\): \[batch_size, pages\]"),
+    ("kv_indices", ValueError, lambda t: t[:2, None], "has 1 columns; kv_indptr counts 2 pages"),
+    ("kv_indices", ValueError, lambda t: torch.stack([t[:2] + 3, t[:2]]),
+     "kv_indices holds pages .* 4"),
+    ("kv_indices", ValueError, lambda t: torch.stack([t[:2], t[:2]]).t().contiguous().t(),
+     "kv_indices has stride 2 in its last"),
+    ("kv_indices", ValueError, lambda t: t[None, None], "kv_indices has shape .* one-dimensional"),
+    ("kv_indptr", ValueError, lambda t: t[:-1], r"kv_last_page_len has shape \(2,\)"),
+    ("kv_indptr", ValueError, lambda t: t - 1, "kv_indptr goes from -1 to 2"),
+    ("kv_indptr", ValueError, lambda t: t + t.new_tensor([0, 3, -2]), "smallest step of -4"),
+    ("kv_last_page_len", ValueError, lambda t: t + 6, r"kv_last_page_len\[0\] = 8"),
+    ("paged_kv_cache", ValueError, lambda t: t[:, :1], "paged_kv_cache has shape"),
+    ("paged_kv_cache", ValueError, every_other, "the cache has stride 2 in its last"),
+    ("paged_kv_cache", ValueError, lambda t: t[:1].expand(t.shape), "overlap"),
+    ("paged_kv_cache", ValueError, lambda t: (t[:, 0], t[:, 0]),
+     "^v_cache lies where k_cache does"),
+    ("kv_layout", ValueError, lambda _: "DHN", "kv_layout"),
+    ("append_key", ValueError, every_other, "append_key has stride 2 in its last"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "name", "spoil", "match"),
-    [
-        pytest.param(error, *row, id=f"{row[0]} {number}")
-        for error, rows in REFUSED.items()
-        for number, row in enumerate(rows)
-    ],
-)
-def test_refusals_of_append(target, debugging, error, name, spoil, match):
+@pytest.mark.parametrize(("name", "error", "spoil", "match"), REFUSED)
+def test_refusals_of_append(target, debugging, name, error, spoil, match):
     good = arguments(target)
     cache = good["paged_kv_cache"]
     with pytest.raises(error, match=match):
@@ -335,13 +313,16 @@ def test_refusals_of_arrays(target, debugging, call, indptr, lengths, number, me
     assert all(output.tolist() == [7] * 6 for output in outputs)
 
 
-def test_positions_into_memory_that_is_shared(target):
-    given = (ints(target, 0, 2), ints(target, 5), 2)
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (lambda room: room[1:], "^batch_indices shares memory with positions"),
+        (lambda room: room[2:].expand(2), "^positions has strides"),
+    ],
+)
+def test_positions_into_memory_that_is_shared(target, positions, message):
     room = ints(target, 7, 7, 7)
-    for positions, message in (
-        (room[1:], "^batch_indices shares memory with positions"),
-        (room[2:].expand(2), "^positions has strides"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            preflash.get_batch_indices_positions(*given, room[:2], positions)
+    given = (ints(target, 0, 2), ints(target, 5), 2, room[:2])
+    with pytest.raises(ValueError, match=message):
+        preflash.get_batch_indices_positions(*given, positions(room))
     assert room.tolist() == [7, 7, 7]

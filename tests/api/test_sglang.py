@@ -1,8 +1,8 @@
 """SGLang's attention backend preflash runs on stand-ins for SGLang, and in tests/engines on its own
 files."""
 
+import importlib
 import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +11,9 @@ from engine_modules import (
     DECODES,
     MIXED,
     Request,
-    add_modules,
     close,
-    import_afresh,
     recorded_plans,  # noqa: F401
+    stand_ins,
 )
 from preflash.integrations import sglang as integration
 from sglang_stand_ins import (
@@ -33,11 +32,6 @@ from sglang_stand_ins import (
     reference,
 )
 
-OURS = tuple(
-    f"preflash.integrations.sglang.{name}"
-    for name in ("tables", "layers", "limits", "steps", "plans", "backend", "draft")
-)
-
 
 @pytest.fixture
 def sglang(monkeypatch, target):
@@ -45,62 +39,50 @@ def sglang(monkeypatch, target):
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
     found = SimpleNamespace(
         parallel=SimpleNamespace(attn_dcp_size=1, attn_cp_size=1),
-        spec=SimpleNamespace(speculative_eagle_topk=None, speculative_num_draft_tokens=None),
+        spec=SimpleNamespace(speculative_num_draft_tokens=5),
         state=SimpleNamespace(window=(0, 0)),
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
         device=torch.device(target.device),
     )
-    of_verify = {"VerifyMask": object, "maybe_create_verify_mask": lambda **given: given}
     modules = {
-        "layers.attention.base_attn_backend": {"AttentionBackend": type("Base", (), {})},
-        "layers.attention.verify_mask": of_verify,
-        "layers.radix_attention": {"AttentionType": AttentionType, "RadixAttention": Layer},
-        "mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
-        "runtime_context": {
+        "srt.layers.radix_attention": {"AttentionType": AttentionType, "RadixAttention": Layer},
+        "srt.mem_cache.memory_pool": {"KVWriteLoc": WriteLoc},
+        "srt.runtime_context": {
             "get_exec": lambda: SimpleNamespace(deterministic=found.deterministic),
             "get_parallel": lambda: found.parallel,
             "get_spec": lambda: found.spec,
         },
-        "speculative.spec_utils": {"resolve_draft_decode_window": lambda _: found.state.window},
+        "srt.speculative.spec_utils": {"resolve_draft_decode_window": lambda _: found.state.window},
     }
-    add_modules(monkeypatch, {f"sglang.srt.{name}": module for name, module in modules.items()})
-    *_, backend, draft = import_afresh(monkeypatch, OURS)
-    found.backend = backend.PreflashAttnBackend
-    found.draft = draft.PreflashMultiStepDraftBackend
-    return found
+    integration = ("backend", "draft", "registration")
+    with stand_ins("sglang", modules, integration) as (backend, draft, found.registration):
+        found.backend = backend.PreflashAttnBackend
+        found.draft = draft.PreflashMultiStepDraftBackend
+        yield found
 
 
 # The name.
 
 
-def test_the_name_and_the_hook(monkeypatch, sglang):
+def test_the_name_and_the_hook(sglang):
     """Both are registered once; the hook adds draft backends to SGLang's own."""
-    factories, choices, deterministic, hooks = {}, ["fa3"], ["triton"], []
-    modules = {
-        "arg_groups.choices": {
-            "add_attention_backend_choices": choices.extend,
-            "add_deterministic_attention_backend_choices": deterministic.extend,
-        },
-        "layers.attention.attention_registry": {
-            "register_attention_backend": lambda name: lambda make: factories.setdefault(name, make)
-        },
-        "plugins.hook_registry": {
-            "HookType": SimpleNamespace(BEFORE="before"),
-            "HookRegistry": SimpleNamespace(register=lambda *given: hooks.append(given)),
-        },
-    }
-    for name, values in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
-    monkeypatch.setattr(integration.registration, "_registered", False)
-    integration.load_plugin()
-    integration.register()
-    assert choices == ["fa3", "preflash"]
-    assert deterministic == ["triton", "preflash"]
-    ((name, make),) = factories.items()
+    factories, names, deterministic, hooks = [], [], [], []
+    choices, registry, plugins = (
+        importlib.import_module(f"sglang.srt.{name}")
+        for name in (
+            "arg_groups.choices", "layers.attention.attention_registry", "plugins.hook_registry"
+        )
+    )  # fmt: skip
+    choices.add_attention_backend_choices = names.extend
+    choices.add_deterministic_attention_backend_choices = deterministic.extend
+    registry.register_attention_backend = lambda name: lambda make: factories.append((name, make))
+    plugins.HookRegistry.register = lambda *given: hooks.append(given)
+    sglang.registration.load_plugin()
+    sglang.registration.register()
+    assert names == deterministic == ["preflash"]
+    ((name, make),) = factories
     ((place, hook, kind),) = hooks
-    assert (name, kind) == ("preflash", "before")
+    assert (name, kind) == ("preflash", plugins.HookType.BEFORE)
     assert place == "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     runner, theirs = Engine(sglang).runner, {"fa3": lambda: None}
     assert type(make(runner)) is sglang.backend
@@ -117,7 +99,6 @@ def test_the_name_and_the_hook(monkeypatch, sglang):
 
 
 def test_without_sglang(monkeypatch, capsys):
-    monkeypatch.setattr(integration.registration, "_registered", False)
     monkeypatch.setitem(sys.modules, "sglang", None)
     integration.load_plugin()
     assert "no attention backend preflash in SGLang: " in capsys.readouterr().err
@@ -228,8 +209,7 @@ def test_deterministic_inference(sglang):
 @pytest.mark.parametrize("topk", [None, 4])
 def test_layers_of_one_form_share_a_plan(sglang, topk, plans):
     """Trees that are verified between steps leave the plans of other steps."""
-    options = {} if topk is None else speculative(sglang, topk=topk)
-    engine = Engine(sglang, {}, {}, {} if topk else WINDOW, **options)
+    engine = Engine(sglang, {}, {}, {} if topk else WINDOW, topk=topk)
     for seed, requests in enumerate((MIXED, DECODES, MIXED[:2])):
         plans.clear()
         engine.check(requests, seed=seed)
@@ -256,11 +236,6 @@ def test_an_idle_step_has_no_plan(sglang):
 
 
 # Speculative decoding.
-
-
-def speculative(sglang, algorithm="EAGLE", topk=1):
-    sglang.spec.speculative_eagle_topk, sglang.spec.speculative_num_draft_tokens = topk, 5
-    return {"spec_algorithm": Algorithm(algorithm)}
 
 
 def spec_info(new, masks=None, layout=None):
@@ -294,7 +269,7 @@ def check_tree(engine, seed=0):
 
 @PAGES
 def test_a_chain_is_verified_with_causal_masking(sglang, page_size):
-    engine = Engine(sglang, {}, WINDOW, page_size=page_size, **speculative(sglang))
+    engine = Engine(sglang, {}, WINDOW, page_size=page_size, topk=1)
     info = spec_info(5, [torch.zeros(75, dtype=torch.bool, device=sglang.device)])  # unread
     engine.check(VERIFIED, Mode.TARGET_VERIFY, spec_info=info)
     engine.backend.update_verify_buffers_to_fill_after_draft(info, None)
@@ -303,19 +278,17 @@ def test_a_chain_is_verified_with_causal_masking(sglang, page_size):
 @PAGES
 @pytest.mark.parametrize(("algorithm", "topk"), [("EAGLE", 4), ("NGRAM", 1)])
 def test_a_tree_is_verified_with_its_mask(sglang, page_size, algorithm, topk):
-    config = speculative(sglang, algorithm, topk)
-    engine = Engine(sglang, {}, {"logit_cap": 3.0}, page_size=page_size, **config)
+    options = {"page_size": page_size, "algorithm": algorithm, "topk": topk}
+    engine = Engine(sglang, {}, {"logit_cap": 3.0}, **options)
     for seed in (0, 1):
         check_tree(engine, seed)
         engine.check(MIXED, seed=seed)
 
 
 def test_a_draft_extend_step(sglang):
-    engine = Engine(sglang, page_size=16, is_draft_worker=True, **speculative(sglang, topk=4))
-    engine.check(VERIFIED, Mode.DRAFT_EXTEND_V2, spec_info=spec_info(5))
-    engine.check(
-        VERIFIED, Mode.DRAFT_EXTEND_V2, seed=1, spec_info=spec_info(5), extend_seq_lens_cpu=None
-    )
+    engine = Engine(sglang, page_size=16, is_draft_worker=True, topk=4)
+    for seed, known in enumerate(({}, {"extend_seq_lens_cpu": None})):
+        engine.check(VERIFIED, Mode.DRAFT_EXTEND_V2, seed=seed, spec_info=spec_info(5), **known)
 
 
 @pytest.mark.parametrize("topk", [1, 3])
@@ -323,10 +296,8 @@ def test_a_draft_extend_step(sglang):
 @pytest.mark.parametrize("window_pool", [False, True])
 def test_draft_steps(sglang, topk, page_size, window_pool):
     """A draft worker takes a window over a tree."""
-    engine = Engine(
-        sglang, {}, WINDOW, page_size=page_size, is_draft_worker=True,
-        window_pool=window_pool, **speculative(sglang, topk=topk),
-    )  # fmt: skip
+    options = {"page_size": page_size, "window_pool": window_pool, "topk": topk}
+    engine = Engine(sglang, {}, WINDOW, is_draft_worker=True, **options)
     assert engine.backend is not None
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     assert backend.kv_index_translator is engine.runner.kv_index_translator
@@ -346,13 +317,10 @@ def test_draft_steps(sglang, topk, page_size, window_pool):
 def test_no_step_waits_for_the_device(sglang):
     if sglang.device.type != "cuda":
         pytest.skip("the CPU has no queue to wait for")
-    engine = Engine(sglang, page_size=16, **speculative(sglang, topk=4))
+    engine = Engine(sglang, page_size=16, topk=4)
     batches = [engine.check(MIXED), engine.check(DECODES, Mode.DECODE), check_tree(engine)]
     begun = [(engine.backend.init_forward_metadata, batch) for batch in batches]
-    draft = Engine(
-        sglang, {}, WINDOW, window_pool=True, is_draft_worker=True,
-        **speculative(sglang, topk=4),
-    )  # fmt: skip
+    draft = Engine(sglang, {}, WINDOW, window_pool=True, is_draft_worker=True, topk=4)
     backend = sglang.draft(draft.runner, 4, NUM_STEPS)
     batch = Drafts(draft, 4, (40, 7, 50)).batch()
     backend.init_forward_metadata(batch)
@@ -372,37 +340,28 @@ def test_no_step_waits_for_the_device(sglang):
 VERIFIED_STEPS = [VERIFIED, (Request(5, 200),), (Request(5, 6), Request(5, 80))]
 VERIFIED_STEPS.append((Request(5, 250),) * 4)  # as many bits of a mask as there may be
 DECODE_STEPS = [[Request(1, n) for n in (40, 7, 50, 170)], [Request(1, n) for n in (3, 200)]]
-FULL, WINDOWS = [({}, False)], [(WINDOW, False), (WINDOW, True)]
+KINDS = [({}, False), (WINDOW, False), (WINDOW, True)]
 # Mode, query rows of a request, steps, topk, a layer, and whether there is a window pool. A window
 # over a tree is refused.
-REPLAYS = [
-    (*kind, *layer)
-    for kind, layers in (
-        ((Mode.DECODE, 1, DECODE_STEPS, 1), FULL + WINDOWS),
-        ((Mode.TARGET_VERIFY, 5, VERIFIED_STEPS, 1), FULL + WINDOWS),
-        ((Mode.TARGET_VERIFY, 5, VERIFIED_STEPS, 4), FULL),
-        ((Mode.DRAFT_EXTEND_V2, 5, VERIFIED_STEPS, 1), FULL + WINDOWS),
-    )
-    for layer in layers
-]
+CAUSAL = (
+    (Mode.DECODE, 1, DECODE_STEPS, 1),
+    *((mode, 5, VERIFIED_STEPS, 1) for mode in (Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2)),
+)
+TREES = (Mode.TARGET_VERIFY, 5, VERIFIED_STEPS, 4)
+REPLAYS = [(*kind, *layer) for kind in CAUSAL for layer in KINDS] + [(*TREES, *KINDS[0])]
 
 
 def capture_batch(engine, mode, size, **values):
     """Makes a batch of padding, of one token each even where a request has more query rows."""
-    return SimpleNamespace(
-        forward_mode=mode, batch_size=size, req_pool_indices=engine.tensor([0] * size),
-        seq_lens=engine.tensor([1] * size), seq_lens_cpu=torch.tensor([1] * size), **values,
-    )  # fmt: skip
+    return SimpleNamespace(**engine.lengths_of(mode, [0] * size, [1] * size), **values)
 
 
 @PAGES
 @pytest.mark.parametrize(("mode", "rows", "steps", "topk", "layer", "window_pool"), REPLAYS)
 def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool):
     size = 4
-    engine = Engine(
-        sglang, layer, page_size=page_size, window_pool=window_pool,
-        **speculative(sglang, topk=topk),
-    )  # fmt: skip
+    options = {"page_size": page_size, "window_pool": window_pool, "topk": topk}
+    engine = Engine(sglang, layer, **options)
     backend = engine.backend
     backend.init_cuda_graph_state(size + 2, (size + 2) * rows)
     assert (backend.verify_mask is None) == (topk > 1)
@@ -415,9 +374,8 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
         ((q, pairs),) = engine.step(requests, seed)
         masks = tree_masks(requests, seed) if topk > 1 else None
         info = spec_info(rows, masks and [mask.to(sglang.device) for mask in masks])
-        batch = engine.batch(
-            requests, mode, size - len(requests), spec_info=info, extend_seq_lens_cpu=None
-        )
+        options = {"spec_info": info, "extend_seq_lens_cpu": None}
+        batch = engine.batch(requests, mode, size - len(requests), **options)
         backend.init_forward_metadata_out_graph(batch)
         assert all(w.is_cuda_graph_enabled for w in backend.plans.wrappers.values())
         out = graph.replay(q, *engine.new_keys(0, requests, pairs), batch.out_cache_loc)
@@ -428,9 +386,7 @@ def test_replays(sglang, mode, rows, steps, topk, page_size, layer, window_pool)
 @PAGES
 def test_replays_of_draft_steps(sglang, topk, page_size):
     size = 3
-    engine = Engine(
-        sglang, page_size=page_size, is_draft_worker=True, **speculative(sglang, topk=topk)
-    )
+    engine = Engine(sglang, page_size=page_size, is_draft_worker=True, topk=topk)
     backend = sglang.draft(engine.runner, topk, NUM_STEPS)
     backend.init_cuda_graph_state(size + 1, (size + 1) * topk)
     captured = capture_batch(engine, Mode.DECODE, size)
@@ -525,13 +481,7 @@ CONFIGURATIONS = [
 def verify(sglang, layout=None, **changed):
     """Begins a step that verifies a tree of which SGLang's layout is `layout`."""
     info = spec_info(5, tree_masks(VERIFIED), layout)
-    engine = Engine(sglang, **speculative(sglang, topk=4))
-    engine.begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
-
-
-def overlap(sglang):
-    engine = Engine(sglang, **speculative(sglang, topk=4))
-    engine.backend.update_verify_buffers_to_fill_after_draft(None, None)
+    Engine(sglang, topk=4).begun(VERIFIED, Mode.TARGET_VERIFY, spec_info=info, **changed)
 
 
 def replay(sglang, requests, mode, *layers, **options):
@@ -563,8 +513,7 @@ REFUSED = [
       for changed, says in CONFIGURATIONS),
     (lambda x: Engine(x, {"head_dim": 72, "v_head_dim": 72}, kv_dtype=FP8).backend,
      "multiples of 16, not 72"),
-    (lambda x: Engine(x, {}, WINDOW, **speculative(x, topk=4)).backend,
-     "layer 1: .*--speculative-eagle-topk 1"),
+    (lambda x: Engine(x, {}, WINDOW, topk=4).backend, "layer 1: .*--speculative-eagle-topk 1"),
     *((lambda x, name=name: parallel(x, name), "context parallelism")
       for name in ("attn_dcp_size", "attn_cp_size")),
     (draft_of_a_window, "--speculative-draft-window-size"),
@@ -575,7 +524,8 @@ REFUSED = [
      "mask over encoder tokens"),
     (lambda x: verify(x, object()), "SGLANG_RAGGED_VERIFY_MODE"),
     (lambda x: verify(x, seq_lens_cpu=None), "needs seq_lens_cpu"),
-    (overlap, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
+    (lambda x: Engine(x, topk=4).backend.update_verify_buffers_to_fill_after_draft(None, None),
+     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"),
     (lambda x: with_one_module(x, xai_temperature_len=8).check(MIXED),
      "layer 1: preflash does not scale the logits"),
     (lambda x: draft(x).init_forward_metadata(HAS_NO_LENGTHS), "need seq_lens_cpu"),

@@ -2,6 +2,7 @@
 tests/engines on vLLM's own files."""
 
 import enum
+import importlib
 import itertools
 import pickle
 import sys
@@ -15,18 +16,16 @@ from engine_modules import (
     DECODES,
     MIXED,
     Request,
-    add_modules,
     attended,
+    captured,
     close,
-    import_afresh,
     recorded_plans,  # noqa: F401
+    stand_ins,
 )
 from preflash.integrations import vllm as integration
 from preflash.testing.oracle import Pipeline
 
 PAGE, D, HEADS, KV_HEADS = 16, 64, 4, 2
-REGISTRY = "vllm.v1.attention.backends.registry"
-OURS = tuple(f"preflash.integrations.vllm.{name}" for name in ("impl", "builder", "backend"))
 
 
 # The name.
@@ -53,17 +52,18 @@ def backends(with_register):
 
 
 @pytest.mark.parametrize("with_register", [True, False])
-def test_the_name_in_the_enum(monkeypatch, with_register):
+def test_the_name_in_the_enum(vllm, with_register):
     """A process that has not loaded the plugin unpickles the name."""
     names, other = backends(with_register), backends(with_register)
-    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": names}})
-    integration.load_plugin()
-    member = integration.register()
+    registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    registry.AttentionBackendEnum = names
+    vllm.registration.load_plugin()
+    member = vllm.registration.register()
     assert member is names["PREFLASH"] is names.PREFLASH is names(member.value)
     assert [each.name for each in names] == ["FLASH_ATTN", "CUSTOM", "PREFLASH"]
-    assert member.value == "preflash.integrations.vllm.backend.PreflashBackend"
+    assert member.value == f"{vllm.backend.__module__}.{vllm.backend.__name__}"
     pickled = pickle.dumps({"backend": member})
-    add_modules(monkeypatch, {REGISTRY: {"AttentionBackendEnum": other}})
+    registry.AttentionBackendEnum = other
     assert pickle.loads(pickled)["backend"] is other["PREFLASH"]
 
 
@@ -82,26 +82,10 @@ def test_without_vllm(monkeypatch, capsys):
 def vllm(monkeypatch, target):
     """Imports the backend's classes on stand-ins, for the target's device."""
     monkeypatch.setenv("PREFLASH_BACKEND", target.backend)
-
-    class AttentionImpl:
-        dcp_world_size = pcp_world_size = 1
-
-    class AttentionMetadataBuilder:
-        def __init__(self, *_):
-            pass
-
-        def __class_getitem__(cls, _):
-            return cls
-
-    class AttentionType(str, enum.Enum):
-        DECODER = "decoder"
-        ENCODER = "encoder"
-        ENCODER_ONLY = "encoder_only"
-        ENCODER_DECODER = "encoder_decoder"
-
     layers = {}
     platform = SimpleNamespace(sm90=True)
     platform.is_device_capability_family = lambda family: platform.sm90 and family == 90
+    types = ("decoder", "encoder", "encoder_only", "encoder_decoder")
     modules = {
         "config": {
             "get_layers_from_vllm_config": lambda _config, _kind, names: {
@@ -110,21 +94,17 @@ def vllm(monkeypatch, target):
         },
         "envs": {"VLLM_BATCH_INVARIANT": False},
         "platforms": {"current_platform": platform},
-        "model_executor.layers.attention_layer_base": {"AttentionLayerBase": object},
         "v1.attention.backend": {
-            "AttentionBackend": object, "AttentionImpl": AttentionImpl,
-            "AttentionType": AttentionType, "AttentionMetadata": object,
-            "AttentionCGSupport": enum.Enum("AttentionCGSupport", "NEVER ALWAYS"),
-            "AttentionMetadataBuilder": AttentionMetadataBuilder,
-            "CommonAttentionMetadata": SimpleNamespace, "MultipleOf": int,
+            "AttentionImpl": type("AttentionImpl", (), {"dcp_world_size": 1, "pcp_world_size": 1}),
+            "AttentionType": SimpleNamespace(**{name.upper(): name for name in types}),
         },
-        "v1.kv_cache_interface": {
-            "EncoderOnlyAttentionSpec": type("EncoderOnlyAttentionSpec", (), {})
-        },
-    }  # fmt: skip
-    add_modules(monkeypatch, {f"vllm.{name}": module for name, module in modules.items()})
-    backend = import_afresh(monkeypatch, OURS)[-1].PreflashBackend
-    return SimpleNamespace(backend=backend, layers=layers, platform=platform, device=target.device)
+        "v1.kv_cache_interface": {"EncoderOnlyAttentionSpec": type("Spec", (), {})},
+    }
+    with stand_ins("vllm", modules, ["registration", "backend"]) as (registration, module):
+        yield SimpleNamespace(
+            backend=module.PreflashBackend, registration=registration, layers=layers,
+            platform=platform, device=target.device,
+        )  # fmt: skip
 
 
 class Group:
@@ -224,20 +204,15 @@ class Group:
     def wanted(self, step, index=0, causal=True):
         """Computes the oracle's output of a layer."""
         impl, layer, scale = self.impls[index], self.layers[index], self.layer
-        pipeline = Pipeline(
-            0.2,
-            causal,
-            layer.get("sliding_window", 0) - 1,  # tokens, the query's own among them
-            layer.get("logits_soft_cap", 0.0),
-            slopes=torch.tensor(SLOPES) if "alibi_slopes" in layer else None,
-            sinks=None if impl.sinks is None else impl.sinks.float().cpu(),
-        )
+        slopes = torch.tensor(SLOPES) if "alibi_slopes" in layer else None
+        sinks = None if impl.sinks is None else impl.sinks.float().cpu()
+        window = layer.get("sliding_window", 0) - 1  # tokens, the query's own among them
+        cap = layer.get("logits_soft_cap", 0.0)
+        pipeline = Pipeline(0.2, causal, window, cap, slopes=slopes, sinks=sinks)
         q, keys, fp8 = step.q, step.keys, impl.fp8_dtype
         if fp8 is not None:
-            factors = scale._k_scale_float, scale._v_scale_float
-            keys = [
-                [x.to(fp8).float() * f for x, f in zip(kv, factors, strict=True)] for kv in keys
-            ]
+            k_scale, v_scale = scale._k_scale_float, scale._v_scale_float
+            keys = [(k.to(fp8).float() * k_scale, v.to(fp8).float() * v_scale) for k, v in keys]
         if impl.supports_quant_query_input:
             q = q.to(fp8).float() * scale._q_scale_float
         return attended(pipeline, step.requests, q, keys)
@@ -426,15 +401,11 @@ def test_replays(vllm, rows, steps, layer):
     out = torch.empty_like(q)
     cache, table = group.cache([], dummy)
     table.zero_()
-    captured = group.common(dummy, table)
+    common = group.common(dummy, table)
     for _ in range(2):  # vLLM's warm-up and capture
-        captured_metadata = group.builder.build_for_cudagraph_capture(captured)
-    graph = None
-    if q.is_cuda:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            group.run(captured_metadata, q, cache, out=out)
-    lengths = captured.seq_lens
+        metadata = group.builder.build_for_cudagraph_capture(common)
+    replay = captured(lambda: group.run(metadata, q, cache, out=out), q.device)
+    lengths = common.seq_lens
     for seed, pairs in enumerate(steps):
         step = group.step([Request(*pair) for pair in pairs], seed)
         q[: len(step.q)] = step.q.to(vllm.device)
@@ -443,36 +414,33 @@ def test_replays(vllm, rows, steps, layer):
         lengths.copy_(ints(*(r.total for r in step.requests)))
         bounds = {"padding": len(q) - len(step.q), "slack": 0 if "sliding_window" in layer else 5}
         assert in_graph(group.build(step.requests, table, seq_lens=lengths, **bounds))
-        if graph is None:
-            group.run(captured_metadata, q, cache, out=out)
-        else:
-            graph.replay()
+        replay()
         group.close(out, step)
 
 
 def test_another_step_of_a_captured_size_is_eager(vllm):
     group = Group(vllm)
     table = group.step(DECODES).table
-    captured = group.common(DECODES, table)
-    group.builder.build_for_cudagraph_capture(captured)
+    common = group.common(DECODES, table)
+    group.builder.build_for_cudagraph_capture(common)
     for changed in (
-        {"seq_lens": captured.seq_lens.clone()},
+        {"seq_lens": common.seq_lens.clone()},
         {"block_table_tensor": table.clone()},
         {"padding": 1},
     ):
-        same = {"seq_lens": captured.seq_lens, **changed}
+        same = {"seq_lens": common.seq_lens, **changed}
         assert not in_graph(group.build(DECODES, table, **same))
-    assert in_graph(group.builder.build(0, captured))
+    assert in_graph(group.builder.build(0, common))
 
 
 def test_a_table_with_distance_between_rows_is_captured_in_a_copy(vllm):
     group = Group(vllm)
     step = group.step(DECODES)
     apart = step.table.new_zeros(len(step.table), 20)[:, : step.table.shape[1]]
-    captured = group.common(DECODES, apart)
-    group.builder.build_for_cudagraph_capture(captured)
+    common = group.common(DECODES, apart)
+    group.builder.build_for_cudagraph_capture(common)
     apart.copy_(step.table)
-    metadata = group.builder.build(0, captured)
+    metadata = group.builder.build(0, common)
     assert in_graph(metadata)
     group.close(group.run(metadata, step.q, step.cache), step)
 
@@ -716,7 +684,8 @@ def test_configurations(vllm, head_size, cache, says):
 def test_graphs_of_mixed_batches_but_not_of_encoders(vllm):
     encoder = sys.modules["vllm.v1.kv_cache_interface"].EncoderOnlyAttentionSpec()
     support, some = vllm.backend.get_builder_cls().get_cudagraph_support, object()
+    answers = sys.modules["vllm.v1.attention.backend"].AttentionCGSupport
     for speculative, lora, spec in itertools.product((None, some), (None, some), (encoder, some)):
         config = SimpleNamespace(speculative_config=speculative, lora_config=lora)
         is_never = spec is encoder or (speculative is some and lora is some)
-        assert support(config, spec).name == ("NEVER" if is_never else "ALWAYS")
+        assert support(config, spec) is (answers.NEVER if is_never else answers.ALWAYS)

@@ -24,9 +24,8 @@ def main() -> None:
     parser.add_argument(
         "releases", nargs="*", default=NEWEST, help="such as vllm==0.33.0, rtp_llm@COMMIT"
     )
-    parser.add_argument(
-        "--archive", type=Path, help="the same as a .txz, for a machine without PyPI"
-    )
+    help_archive = "the same as a .txz, for a machine without PyPI"
+    parser.add_argument("--archive", type=Path, help=help_archive)
     options = parser.parse_args()
     for release in options.releases:
         (check_out if "@" in release else download)(release, options.out)

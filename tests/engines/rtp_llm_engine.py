@@ -60,7 +60,7 @@ def _quantized(x, out, _scale, _static) -> None:
     out.copy_(x.to(out.dtype))
 
 
-def load(root: Path, device: torch.device):
+def load(root: Path, device: torch.device, _backend: str):
     """Loads the module of RTP-LLM's wrappers from the directory that holds `rtp_llm`."""
     finder = Finder(root, "rtp_llm", REAL, ())
     ops = SimpleNamespace(FlashInferMlaAttnParams=_Parameters, per_tensor_quant_fp8=_quantized)
@@ -132,9 +132,5 @@ class RtpLlmEngine:
         return self._op.forward(q, layer_cache, *parameters)
 
     def wrappers(self) -> list:
-        return [
-            value
-            for op in self._ops.values()
-            for name, value in vars(op).items()
-            if name.endswith("_wrapper")
-        ]
+        found = [item for op in self._ops.values() for item in vars(op).items()]
+        return [value for name, value in found if name.endswith("_wrapper")]

@@ -84,20 +84,15 @@ class Model:
             values = torch.randn(rows, columns, generator=generator) * (gain / rows**0.5)
             return values.to(device)
 
-        s = shape
-        self.embedding = weight(s.vocabulary, s.hidden, s.vocabulary**0.5)
-        self.layers = [
-            {
-                "q": weight(s.hidden, s.num_qo_heads * s.head_dim),
-                "k": weight(s.hidden, s.num_kv_heads * s.head_dim),
-                "v": weight(s.hidden, s.num_kv_heads * s.head_dim),
-                "o": weight(s.num_qo_heads * s.head_dim, s.hidden, 2.0),
-                "up": weight(s.hidden, 2 * s.hidden),
-                "down": weight(2 * s.hidden, s.hidden),
-            }
-            for _ in range(s.num_layers)
-        ]
-        self.head = weight(s.hidden, s.vocabulary, 4.0)
+        s, hidden = shape, shape.hidden
+        of_q, of_kv = s.num_qo_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        self.embedding = weight(s.vocabulary, hidden, s.vocabulary**0.5)
+        sizes = {
+            "q": (hidden, of_q), "k": (hidden, of_kv), "v": (hidden, of_kv),
+            "o": (of_q, hidden, 2.0), "up": (hidden, 2 * hidden), "down": (2 * hidden, hidden),
+        }  # fmt: skip
+        self.layers = [{n: weight(*size) for n, size in sizes.items()} for _ in range(s.num_layers)]
+        self.head = weight(hidden, s.vocabulary, 4.0)
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
         """Returns the logits of every token. attend(layer, q, k, v) is in the cache's dtype."""
@@ -137,10 +132,8 @@ def reference_attention(shape: Shape):
         if shape.soft_cap:
             logits = shape.soft_cap * torch.tanh(logits / shape.soft_cap)
         rows = torch.arange(len(q), device=q.device)
-        distance = rows[:, None] - rows[None, :]
-        hidden = distance < 0
-        if shape.sliding_window:
-            hidden = hidden | (distance >= shape.sliding_window)
+        distance = rows[:, None] - rows
+        hidden = (distance < 0) | (distance >= (shape.sliding_window or len(q)))
         weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -228,13 +221,11 @@ class Scheduler:
                 first = self._free_pages.pop() * PAGE
                 request.slots += range(first, first + PAGE)
         batch.graph = self._path == "graph" and all(n == 1 for n in batch.new)
-        inputs = batch.inputs(model.device)
+        tokens, positions, slots = batch.inputs(model.device)
         if batch.graph:
-            size = len(chosen)
-            replay = replays.setdefault(size, Replay(self._engine, model, size))
-            found = replay(batch, *inputs)
+            replay = replays.setdefault(len(chosen), Replay(self._engine, model, len(chosen)))
+            found = replay(batch, tokens, positions, slots)
         else:
-            tokens, positions, slots = inputs
             self._engine.begin(batch, slots)
             found = model(tokens, positions, self._engine.attend)
         rows = found[(batch.starts[1:] - 1).tolist()]
@@ -278,8 +269,7 @@ class Replay:
 
     def __init__(self, engine, model: Model, size: int) -> None:
         self._engine, self._model = engine, model
-        zeros = torch.zeros(size, dtype=torch.int64, device=model.device)
-        self._inputs = [zeros.clone() for _ in range(3)]
+        self._inputs = torch.zeros(3, size, dtype=torch.int64, device=model.device).unbind()
         self._graph, self._logits = None, None
 
     def _run(self) -> torch.Tensor:

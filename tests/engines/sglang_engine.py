@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from .serving import PAGE, Batch, Load, Shape, empty_cache, write
-from .stand_ins import Finder
+from .stand_ins import Anything, Finder
 
 # What computes here is SGLang's own code.
 REAL = (
@@ -24,24 +24,14 @@ BACKENDS = {
     "PREFLASH": "preflash.integrations.sglang.backend",
 }
 MAX_REQUESTS = 16
-ENVIRONMENT = {"SGLANG_FLASHINFER_WORKSPACE_SIZE": 32 << 20}
+# sglang.srt.environ.envs, where every other variable is off.
+ENVIRONMENT = {"SGLANG_FLASHINFER_WORKSPACE_SIZE": 32 << 20, "SGLANG_FLASHINFER_USE_PAGED": False}
 
 
-class _Environment:
-    """sglang.srt.environ.envs, where everything but ENVIRONMENT is off."""
-
-    def __getattr__(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            get=lambda: ENVIRONMENT.get(name, False),
-            set=lambda value: ENVIRONMENT.__setitem__(name, value),
-        )
-
-
-class _NoSpeculation:
-    """SpeculativeAlgorithm.NONE."""
-
-    def __getattr__(self, name: str):
-        return lambda: name == "is_none"
+def _variable(name: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        get=lambda: ENVIRONMENT[name], set=lambda value: ENVIRONMENT.__setitem__(name, value)
+    )
 
 
 class _WriteLoc:
@@ -107,18 +97,15 @@ class _Pool:
         for buffer, values in zip(self._buffers[layer.layer_id], (k, v), strict=True):
             write(buffer, loc, values.view(-1, *buffer.shape[1:]))
 
-    def get_kv_cache_quant_method(self) -> SimpleNamespace:
+    def get_kv_cache_quant_method(self) -> Anything:
         access = SimpleNamespace(kind=None, scale_recipe=None)
-        return SimpleNamespace(
-            resolve_attention_access=lambda *_: access, needs_global_scale=lambda: False
-        )
+        return Anything("method", resolve_attention_access=lambda *_: access)
 
 
 def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
     """Loads the backend of that name on the modules in the directory that holds `sglang`."""
     if device.type == "cuda":
         ENVIRONMENT["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = 384 << 20
-    off = SimpleNamespace(enable_mis=False, enable_deterministic_inference=False)
     utils = {
         "is_flashinfer_available": lambda: True,
         "get_int_env_var": lambda _name, default=0: default,
@@ -129,17 +116,18 @@ def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
     }
     finder = Finder(root, "sglang", REAL, ("msgspec", "pybase64", "orjson", "zmq"))
     modules = {
-        "environ": {"envs": _Environment()},
+        "environ": {"envs": Anything("envs", **{name: _variable(name) for name in ENVIRONMENT})},
         "runtime_context": {
             "get_buffer": lambda _name, make: make(),
-            "get_exec": lambda: SimpleNamespace(features=off, deterministic=off),
+            "get_exec": lambda: Anything(
+                "exec", deterministic=SimpleNamespace(enable_deterministic_inference=False)
+            ),
             "get_parallel": lambda: SimpleNamespace(
                 attn_tp_size=1, attn_dcp_size=1, attn_cp_size=1
             ),
             "get_spec": lambda: SimpleNamespace(speculative_num_draft_tokens=None),
         },
         "dllm.config": {"DllmConfig": SimpleNamespace(from_server_args=lambda _: None)},
-        "layers.attention.verify_mask": {"maybe_create_verify_mask": lambda **_: None},
         "mem_cache.base_swa_memory_pool": {"BaseSWAKVPool": type("Swa", (), {})},
         "mem_cache.memory_pool": {"KVWriteLoc": _WriteLoc},
         "utils": utils,
@@ -174,25 +162,22 @@ class SglangEngine:
             for index in range(shape.num_layers)
         ]  # fmt: skip
         self._layers = torch.nn.ModuleList(layers)
-        runner = SimpleNamespace(
-            model=self._layers, dtype=shape.dtype, device=str(device),
+        runner = Anything(
+            "ModelRunner", model=self._layers, dtype=shape.dtype, device=str(device),
             page_size=self._page_size(path), sliding_window_size=window,
             token_to_kv_pool=pool, kv_cache_dtype=pool.get_kv_buffer(0)[0].dtype,
             kv_cache_dtype_str="fp8_e4m3" if shape.fp8_cache else "auto",
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
             req_to_token_pool=SimpleNamespace(req_to_token=self._table, size=MAX_REQUESTS),
             kv_index_translator=_Translator(self._table),
-            server_args=None,
-            model_config=SimpleNamespace(
-                num_attention_heads=shape.num_qo_heads, head_dim=shape.head_dim,
+            model_config=Anything(
+                "ModelConfig", num_attention_heads=shape.num_qo_heads, head_dim=shape.head_dim,
                 get_max_num_attention_heads=lambda: shape.num_qo_heads,
                 get_num_kv_heads=lambda *_: shape.num_kv_heads, v_head_dim=shape.head_dim,
-                context_len=load.max_length, is_multimodal=False, is_encoder_decoder=False,
-                hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+                context_len=load.max_length,
             ),
-            prefill_attention_backend_str="flashinfer", decode_attention_backend_str="flashinfer",
-            is_draft_worker=False, init_new_workspace=False, use_mla_backend=False,
-            attention_chunk_size=None, spec_algorithm=_NoSpeculation(),
+            attention_chunk_size=None,
+            spec_algorithm=Anything("SpeculativeAlgorithm", is_none=lambda: True),
         )  # fmt: skip
         self._backend = self._make_backend(runner)
         if path == "graph":
@@ -213,7 +198,8 @@ class SglangEngine:
         # The scheduler's device tensors keep their addresses between replays.
         lengths = torch.tensor(batch.total, dtype=torch.int64)
         prefixes = [r.computed for r in batch.requests]
-        self._forward = SimpleNamespace(
+        self._forward = Anything(
+            "ForwardBatch",
             forward_mode=self._modes.DECODE if self._decode else self._modes.EXTEND,
             batch_size=len(batch.new),
             req_pool_indices=torch.tensor([r.index for r in batch.requests], device=self._device),

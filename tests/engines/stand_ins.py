@@ -32,8 +32,9 @@ class Anything:
 
     __getattr__ = _attribute
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **attributes: Any) -> None:
         self.__name__ = self.__qualname__ = name
+        vars(self).update(attributes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_decorator = len(args) == 1 and not kwargs and callable(args[0])
@@ -42,7 +43,7 @@ class Anything:
         return Anything(f"{self.__name__}()")
 
     def __mro_entries__(self, bases: tuple) -> tuple:
-        return () if any(isinstance(base, type) for base in bases) else (object,)
+        return () if any(isinstance(base, type) for base in bases) else (Base,)
 
     def __getitem__(self, key: Any) -> Any:
         return self
@@ -60,6 +61,13 @@ class Anything:
 
     def __repr__(self) -> str:
         return f"<stand-in for {self.__name__}>"
+
+
+class Base:
+    """A base class that computes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
-from .serving import PAGE, Batch, Load, Shape
-from .stand_ins import Finder
+from .serving import PAGE, Batch, Load, Shape, empty_cache, write
+from .stand_ins import Anything, Finder
 
 # What computes here is vLLM's own code.
 REAL = (
@@ -47,35 +47,22 @@ class _Buffer:
         return self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
 
 
-class _Platform:
-    """A GPU of the device's compute capability; of 9.0 for the CPU."""
+def _platform(device: torch.device) -> Anything:
+    """Makes a GPU of the device's compute capability; of 9.0 for the CPU."""
+    on_gpu = device.type == "cuda"
+    major, minor = version = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
+    capability = SimpleNamespace(major=major, minor=minor, to_int=lambda: 10 * major + minor)
 
-    device_type = "cuda"
+    def pair(value):
+        return divmod(value, 10) if isinstance(value, int) else value
 
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._version = torch.cuda.get_device_capability(device) if on_gpu else (9, 0)
-
-    def fp8_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
-
-    def get_device_capability(self, _id: int = 0) -> SimpleNamespace:
-        major, minor = self._version
-        return SimpleNamespace(major=major, minor=minor, to_int=lambda: 10 * major + minor)
-
-    def is_device_capability(self, value, _id: int = 0) -> bool:
-        return self._version == (divmod(value, 10) if isinstance(value, int) else value)
-
-    def is_device_capability_family(self, value: int, _id: int = 0) -> bool:
-        return value // 10 == self._version[0]
-
-    def has_device_capability(self, value, _id: int = 0) -> bool:
-        return self._version >= (divmod(value, 10) if isinstance(value, int) else value)
-
-    def __getattr__(self, name: str):
-        if name.startswith("is_"):
-            return lambda *_, **__: name in ("is_cuda", "is_cuda_alike")
-        raise AttributeError(name)
+    return Anything(
+        "current_platform", device_type="cuda", is_cuda=lambda: True, is_cuda_alike=lambda: True,
+        fp8_dtype=lambda: torch.float8_e4m3fn, get_device_capability=lambda *_: capability,
+        is_device_capability=lambda value, *_: version == pair(value),
+        has_device_capability=lambda value, *_: version >= pair(value),
+        is_device_capability_family=lambda value, *_: value // 10 == major,
+    )  # fmt: skip
 
 
 class _Kernel:
@@ -94,9 +81,8 @@ def _reshape_and_cache_flash(key, value, k_cache, v_cache, slots, _dtype, _k_sca
     """Stands in for vLLM's operator, with scales of 1; caches are [pages, tokens, heads, dim]."""
     page, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     for cache, new in ((k_cache, key), (v_cache, value)):
-        if cache.dtype == torch.uint8:
-            new = new.to(torch.float8_e4m3fn).view(torch.uint8)
-        cache.index_put_((page, offset), new[: len(slots)])
+        cache = cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
+        write(cache, (page, offset), new[: len(slots)])
 
 
 def _to_fp8(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +122,7 @@ def load(root: Path, device: torch.device, backend: str = "FLASHINFER"):
                 name: layers[name] for name in (names or layers)
             },
         },
-        "vllm.platforms": {"current_platform": _Platform(device)},
+        "vllm.platforms": {"current_platform": _platform(device)},
         "vllm.distributed.parallel_state": {
             "get_dcp_group": lambda: group,
             "get_pcp_group": lambda: group,
@@ -182,13 +168,12 @@ class VllmEngine:
         names = [f"layer.{index}" for index in range(shape.num_layers)]
         cache_dtype = "fp8_e4m3" if shape.fp8_cache else "auto"
         config = self._config(path, cache_dtype, self._layout(backend), loaded.layers)
-        quantised = {}
+        dtype = {"dtype": shape.dtype}
         if shape.fp8_cache:
-            quantised = {"kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR}
+            dtype = {"dtype": torch.uint8, "kv_quant_mode": interface.KVQuantMode.FP8_PER_TENSOR}
         spec = interface.FullAttentionSpec(
-            block_size=PAGE, num_kv_heads=shape.num_kv_heads, head_size=shape.head_dim,
-            dtype=torch.uint8 if shape.fp8_cache else shape.dtype, **quantised,
-        )  # fmt: skip
+            block_size=PAGE, num_kv_heads=shape.num_kv_heads, head_size=shape.head_dim, **dtype
+        )
         self._impls = []
         scales = {f"_{x}_scale_float": 1.0 for x in "qkv"}
         for name in names:
@@ -205,45 +190,35 @@ class VllmEngine:
         self._layer = SimpleNamespace(_o_scale_float=None, **tensors, **scales)
         self._builder = backend.get_builder_cls()(spec, names, config, device)
         size = self._cache_shape(backend, load.num_pages, shape)
-        # What the engine never wrote must not matter: NaN, also as bytes.
-        bits = torch.uint8 if shape.fp8_cache else shape.dtype
-        rest = 0x7F if shape.fp8_cache else float("nan")
-        self._caches = [torch.full(size, rest, dtype=bits, device=device) for _ in names]
+        self._caches = [empty_cache(size, shape, device).view(spec.dtype) for _ in names]
 
-    def _config(self, path: str, cache_dtype: str, layout, layers: dict) -> SimpleNamespace:
+    def _config(self, path: str, cache_dtype: str, layout, layers: dict) -> Anything:
         """Makes the part of VllmConfig that backends and builders read."""
         shape, load = self._shape, self._load
         rows = sum(load.prompts) + len(load.prompts) * load.shared
         parts = {
-            "cache_config": {
+            "cache": {
                 "cache_dtype": cache_dtype, "block_size": PAGE,
                 "get_resolved_kv_cache_layout": lambda: layout,
             },
-            "model_config": {
+            "model": {
                 "dtype": shape.dtype, "max_model_len": load.max_length,
                 "get_num_attention_heads": lambda _: shape.num_qo_heads,
                 "get_num_kv_heads": lambda _: shape.num_kv_heads,
                 "get_head_size": lambda: shape.head_dim,
             },
-            "attention_config": {
-                "disable_flashinfer_q_quantization": False, "use_trtllm_attention": False,
-            },
-            "compilation_config": {
+            "compilation": {
                 "cudagraph_mode": _CUDAGraphMode.FULL if path == "graph" else _CUDAGraphMode.NONE,
                 "max_cudagraph_capture_size": MAX_REQUESTS, "static_forward_context": layers,
             },
-            "scheduler_config": {
-                "max_num_batched_tokens": max(1024, rows), "max_num_seqs": MAX_REQUESTS,
-            },
-            "parallel_config": {
+            "scheduler": {"max_num_batched_tokens": max(1024, rows), "max_num_seqs": MAX_REQUESTS},
+            "parallel": {
                 "cp_kv_cache_interleave_size": 1, "dcp_kv_cache_interleave_size": 1,
                 "dcp_comm_backend": "ag_rs", "decode_context_parallel_size": 1,
             },
         }  # fmt: skip
-        return SimpleNamespace(
-            num_speculative_tokens=0, use_v2_model_runner=False, speculative_config=None,
-            **{name: SimpleNamespace(**part) for name, part in parts.items()},
-        )  # fmt: skip
+        configs = {f"{name}_config": Anything(name, **part) for name, part in parts.items()}
+        return Anything("VllmConfig", num_speculative_tokens=0, speculative_config=None, **configs)
 
     @staticmethod
     def _cache_shape(backend, num_pages: int, shape: Shape) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Random problems against the oracle of `preflash.testing`: `make fuzz N=2000`.
 
-`random_cases` draws cases; `problems` adds everything that decides how a case is called, as do
-`*_problems` for other functions. `wrapper_trial` and `*_trial` compute them, in memory that is
-`guarded`, and say everything that is wrong; `shrinking` makes smaller ones of those that fail.
-`calls` names what can be called, `command` is the command line.
+`random_cases` draws cases; `problems` adds everything that decides how a case is called, and
+`wrapper_trial` computes it in memory that is `guarded`, and says everything that is wrong.
+`*_trial` and `fmha_problems` do both for other functions. `shrinking` makes smaller problems of
+those that fail.
+`command` is the command line.
 """

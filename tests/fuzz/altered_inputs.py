@@ -33,13 +33,12 @@ def with_bounds(inputs: Inputs, num_pages: int = 2) -> Inputs:
     pages, more = [inputs.indices[: int(inputs.kv_indptr[0])]], inputs.indices.new_zeros(num_pages)
     for own in inputs.page_table:
         pages += [inputs.indices.new_tensor(own), more]
+    starts = inputs.kv_indptr
     return dataclasses.replace(
-        inputs,
-        indices=torch.cat(pages),
-        kv_indptr=inputs.kv_indptr
-        + num_pages * torch.arange(len(inputs.kv_indptr)).to(inputs.kv_indptr),
+        inputs, indices=torch.cat(pages),
+        kv_indptr=starts + num_pages * torch.arange(len(starts)).to(starts),
         last_page_len=torch.full_like(inputs.last_page_len, inputs.case.page_size),
-    )
+    )  # fmt: skip
 
 
 def lone(inputs: Inputs, i: int) -> Inputs:

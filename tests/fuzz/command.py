@@ -17,18 +17,42 @@ from preflash.cli import CommandError
 from preflash.cli.console import progress
 from preflash.cli.machine import Place, choose_places
 
-from . import problems, shrinking
-from .calls import CALLS, WRAPPERS, limits
+from . import (
+    cudnn_trial,
+    fmha_problems,
+    pod_trial,
+    problems,
+    shrinking,
+    wrapper_trial,
+)
 from .problems import Also, Problem
+from .random_cases import Limits
 from .wrapper_trial import Verdict
 
-_MOST_FAILURES = 5
+WRAPPERS = "wrappers"
+# By name draw(seed, index, limits) and examine(problem, backend=, device=).
+CALLS = {
+    WRAPPERS: (problems.draw, wrapper_trial.examine),
+    "trtllm_fmha_v2_prefill": (fmha_problems.draw, fmha_problems.examine),
+    "pod": (pod_trial.draw, pod_trial.examine),
+    "cudnn_batch_prefill_with_kv_cache": (cudnn_trial.draw, cudnn_trial.examine),
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@dataclass(frozen=True)
+class Effort:
+    """Size of a search: work of a problem (milliseconds in the oracle, and several tiles, splits
+    and requests all the same), failures that end it, and candidates for a smaller problem."""
+
+    work: float = 2e7
+    failures: int = 5
+    tries: int = 250
+
+
+def main(argv: Sequence[str] | None = None, effort: Effort = Effort()) -> int:
     """The exit code: 0 fine, 1 a problem failed, 2 it could not run."""
     try:
-        return _execute(_parser().parse_args(argv))
+        return _execute(_parser().parse_args(argv), effort)
     except CommandError as error:
         print(f"fuzz: {error}", file=sys.stderr)
         return 2
@@ -50,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _execute(args: argparse.Namespace) -> int:
+def _execute(args: argparse.Namespace, effort: Effort) -> int:
     if (args.fuzz is None) == (args.problem is None):
         raise CommandError("--fuzz and --problem: give one of them")
     if args.fuzz is None and (args.seed is not None or args.call != WRAPPERS):
@@ -63,8 +87,9 @@ def _execute(args: argparse.Namespace) -> int:
     failed, refusals = 0, []
     for place in places:
         start = time.perf_counter()
-        search = _Search(place, args.call)
-        search.run(_problems(args, place), args.fuzz or 1)
+        limits = Limits(700, effort.work, place.dtypes)
+        search = _Search(place, args.call, effort)
+        search.run(_problems(args, limits), args.fuzz or 1)
         seconds = time.perf_counter() - start
         failed += search.failed
         if not search.passed and not search.failed:
@@ -80,7 +105,7 @@ def _execute(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _problems(args: argparse.Namespace, place: Place) -> Iterator[tuple[Any, str]]:
+def _problems(args: argparse.Namespace, limits: Limits) -> Iterator[tuple[Any, str]]:
     """Yields problems, each with the arguments that ask for it."""
     if args.problem is not None:
         try:
@@ -98,7 +123,7 @@ def _problems(args: argparse.Namespace, place: Place) -> Iterator[tuple[Any, str
     if args.also is not None:
         options = f"--also {args.also} "
     for index in itertools.count(first):
-        problem = draw(seed, index, limits(place))
+        problem = draw(seed, index, limits)
         try:
             if args.also is not None:
                 problem = dataclasses.replace(problem, also=Also(args.also))
@@ -117,6 +142,7 @@ class _Search:
 
     place: Place
     call: str
+    effort: Effort
     passed: int = 0
     failed: int = 0
     not_compiled: int = 0
@@ -136,8 +162,8 @@ class _Search:
                     break
                 if verdict.failures and self.call == WRAPPERS:
                     self._print_smaller(problem)
-                if self.failed == _MOST_FAILURES:
-                    print(f"stopped after {_MOST_FAILURES} failures")
+                if self.failed == self.effort.failures:
+                    print(f"stopped after {self.failed} failures")
                     break
                 step(self.place.label)
 
@@ -161,7 +187,10 @@ class _Search:
         return False
 
     def _print_smaller(self, problem: Problem) -> None:
-        smaller = shrinking.shrink(problem, lambda other: bool(self._examine(other).failures))
+        def fails(other: Problem) -> bool:
+            return bool(self._examine(other).failures)
+
+        smaller = shrinking.shrink(problem, fails, self.effort.tries)
         if smaller != problem:
             self._print("smaller:", _spelled_out(smaller), self._examine(smaller))
 

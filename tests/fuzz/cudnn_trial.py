@@ -1,8 +1,11 @@
-"""Computes problems of `cudnn_problems`, with garbage in all memory that no request owns, and says
-everything that is wrong."""
+"""Random problems for cudnn_batch_prefill_with_kv_cache, over all its options, with garbage in all
+memory that no request owns."""
 
+# ruff: noqa: RUF009 (drawn() makes fields, as dataclasses.field() does)
 from __future__ import annotations
 
+import dataclasses
+import enum
 import itertools
 import random
 from collections.abc import Sequence
@@ -12,15 +15,101 @@ import preflash
 import torch
 from preflash import _core
 from preflash.testing import inputs, runner
-from preflash.testing.case import KvForm, MaskKind
+from preflash.testing.case import Case, KvForm, MaskKind
 from preflash.testing.inputs import PAD_COLUMNS, SPARE_ROWS, fill_poison
-from preflash.testing.oracle import reference
+from preflash.testing.oracle import Pipeline, reference
 
 from . import guarded
-from .cudnn_problems import CudnnCall, CudnnProblem, Ends, Lse
 from .guarded import Guarded, Result, bits, watched
-from .problems import Brought
+from .problems import Brought, RunOptions
+from .random_cases import Limits, drawn, random_case, random_fields, unflattened, with_defaults
 from .wrapper_trial import Verdict, judged
+
+_ABSENT = ("window_left", "soft_cap", "position", "rope_scale", "rope_theta", "sinks",
+           "head_scales", "fixed_split_size", "disable_split_kv", "batch_invariant")  # fmt: skip
+
+
+class Ends(enum.Enum):
+    """The form of the arrays of offsets."""
+
+    WITH = "with"  # [batch_size + 1]
+    WITHOUT = "without"  # [batch_size]
+    NONE = "none"  # one request needs none
+
+
+class Lse(enum.Enum):
+    """The memory of the log-sum-exp."""
+
+    ABSENT = "absent"  # the library's own
+    PADDED = "padded"  # [batch_size, max_token_per_sequence, num_qo_heads]
+    ROWS = "rows"  # [rows of q, num_qo_heads], with batch_offsets_stats
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnCall(RunOptions):
+    """Arguments and forms of a case's call."""
+
+    apart: bool = drawn(False, True)  # requests anywhere, in any order, in each tensor in another
+    units: str = drawn("elements", "tokens")
+    ends: Ends = drawn(Ends.WITH, *Ends)
+    own_v_and_o: bool = drawn(True, False)  # their offsets are given; else k's and q's hold
+    lengths: bool = drawn(True, False)  # given; else the offsets tell them
+    four_dims: bool = drawn(False, False, True)  # lengths are [batch_size, 1, 1, 1]
+    index_dtype: torch.dtype = drawn(torch.int32, torch.int64)
+    index_on_device: bool = drawn(False, True)
+    stats: bool = drawn(False, False, True)  # batch_offsets_stats is given
+    out: Brought = drawn(*Brought)
+    lse: Lse = drawn(*Lse)
+    return_lse: bool = drawn(*[True] * 4, False)
+    spare_length: int = drawn(0, 0, 1, 33)  # by which the longest lengths are exceeded
+    capturable: bool = drawn(*[False] * 4, True)
+    workspace: int = drawn(1 << 20, 1 << 12, 0)
+    repeat: bool = drawn(*[False] * 4, True)  # two calls give the same bits
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnProblem:
+    """A case without any option that the function does not have. Its keys are [tokens, heads,
+    head_dim], or [pages, heads, page_size, head_dim]: `layout` is that of the memory."""
+
+    case: Case
+    call: CudnnCall
+    seed: int
+
+    @property
+    def capturable(self) -> bool:
+        """True if a graph may capture the call: ragged k and v have no gaps then."""
+        return self.call.capturable and (self.case.paged or not self.call.apart)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        causal = self.case.mask is MaskKind.CAUSAL
+        return self.call.scaled(Pipeline(sm_scale=self.case.scale, causal=causal))
+
+
+def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
+    """Problem `index` of `seed`."""
+    rng = random.Random(f"cudnn {seed} {index}")
+    case = with_defaults(unflattened(random_case(rng, "problem", limits)), _ABSENT)
+    mask = rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL])
+    case = dataclasses.replace(case, mask=mask, layout="HND" if case.paged else "NHD")
+    call = _possible(CudnnCall(**random_fields(rng, CudnnCall)), case)
+    return CudnnProblem(case, call, rng.randrange(2**31))
+
+
+def _possible(call: CudnnCall, case: Case) -> CudnnCall:
+    """The call with forms of its arguments that go together."""
+    if call.ends is Ends.NONE and case.batch_size > 1:
+        call = dataclasses.replace(call, ends=Ends.WITH)
+    in_tokens, apart = call.units == "tokens", call.apart and call.ends is not Ends.NONE
+    told = in_tokens and call.ends is Ends.WITH and not apart and not case.paged
+    return dataclasses.replace(
+        call,
+        apart=apart,
+        own_v_and_o=call.own_v_and_o or apart or not in_tokens,  # k's and q's are tokens
+        lengths=call.lengths or not told,
+        lse=Lse.PADDED if call.lse is Lse.ROWS and not call.stats else call.lse,
+    )
 
 
 class _Places(NamedTuple):
@@ -148,31 +237,22 @@ class _Trial:
         case, call = self._case, self._call
         q, k, v = self._q, self._k, self._v
         found = {
-            "q": q,
-            "k_cache": k,
-            "v_cache": v,
-            "scale": self._scale(case.scale),
+            "q": q, "k_cache": k, "v_cache": v, "scale": self._scale(case.scale),
             "max_token_per_sequence": self._longest_q,
             "max_sequence_kv": max(case.kv_lens) + call.spare_length,
             "actual_seq_lens_q": self._lengths(case.qo_lens),
             "actual_seq_lens_kv": self._lengths(case.kv_lens),
             "block_tables": self._table() if case.paged else None,
-            "causal": case.mask is MaskKind.CAUSAL,
-            "return_lse": call.return_lse,
-            "q_scale": self._scale(call.q_scale),
-            "k_scale": self._scale(call.k_scale),
-            "v_scale": self._scale(call.v_scale),
+            "causal": case.mask is MaskKind.CAUSAL, "o_data_type": case.o_dtype,
+            "return_lse": call.return_lse, "lse_base": call.lse_base,
+            **{f"{x}_scale": self._scale(getattr(call, f"{x}_scale")) for x in "qkv"},
             "batch_offsets_q": self._offsets(self._q_at, q.stride(0)),
-            "batch_offsets_stats": None,
-            "batch_offsets_units": call.units,
+            "batch_offsets_stats": None, "batch_offsets_units": call.units,
             "out": None if self._out is None else self._out.given,
             "lse": None if self._lse is None else self._lse.given,
-            "workspace_buffer": self.workspace.given,
+            "workspace_buffer": self.workspace.given, "backend": self._backend,
             "is_cuda_graph_compatible": self._problem.capturable,
-            "o_data_type": case.o_dtype,
-            "lse_base": call.lse_base,
-            "backend": self._backend,
-        }
+        }  # fmt: skip
         if self._stats_at is not None:
             found["batch_offsets_stats"] = self._offsets(self._stats_at, case.num_qo_heads)
         if call.own_v_and_o:
@@ -230,18 +310,16 @@ class _Trial:
         batch_offsets_stats leaves out."""
         if lse is None:
             return None
-        case, at = self._case, self._stats_at
-        padded = (case.batch_size, self._longest_q, case.num_qo_heads)
-        if self._lse is None and tuple(lse.shape) != padded:
+        case, longest, at = self._case, self._longest_q, self._stats_at
+        if self._lse is None and lse.shape != (case.batch_size, longest, case.num_qo_heads):
             failures.append(f"lse has shape {tuple(lse.shape)}")
             return None
         flat = lse.view(-1, case.num_qo_heads)
         if at is None:
-            at = _Places([i * self._longest_q for i in range(case.batch_size)], case.qo_lens)
+            at = _Places([i * longest for i in range(case.batch_size)], case.qo_lens)
         rows = at.rows().to(lse.device)
-        others = torch.ones(flat.shape[0], dtype=torch.bool, device=lse.device)
-        others[rows] = False
+        others = flat.index_fill(0, rows, -torch.inf)
         all_written = self._stats_at is None or self._lse is None
-        if all_written and not (flat[others] == -torch.inf).all():
+        if all_written and not (others == -torch.inf).all():
             failures.append("lse: rows that no request has are not -inf")
         return flat[rows]

@@ -160,14 +160,9 @@ def _rows(offsets: list[int], shape: tuple[int, ...], dtype, generator) -> torch
 def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) -> FmhaInputs:
     generator = torch.Generator().manual_seed(case.seed)
     qo, kv = ([*itertools.accumulate(lens, initial=SPARE)] for lens in (case.qo_lens, case.kv_lens))
-    operands = [
-        _rows(offsets, (heads, columns), case.dtype, generator)
-        for offsets, heads, columns in (
-            (qo, case.num_heads, case.head_dim),
-            (kv, case.num_kv_heads, case.head_dim),
-            (kv, case.num_kv_heads, case.dim_vo),
-        )
-    ]
+    q = (qo, (case.num_heads, case.head_dim))
+    k, v = ((kv, (case.num_kv_heads, dim)) for dim in (case.head_dim, case.dim_vo))
+    operands = [_rows(*each, case.dtype, generator) for each in (q, k, v)]
     requests = [
         tuple(t[at[i] : at[i + 1]] for t, at in zip(operands, (qo, kv, kv), strict=True))
         for i in range(len(case.qo_lens))
@@ -189,29 +184,22 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
         out = torch.full((qo[-1] + SPARE, case.num_heads, case.dim_vo), math.nan)
         out = out.to(case.out_dtype or case.dtype).to(device)
     arguments = {
-        "qkv": _arranged(case, *operands, device),
-        "input_layout": case.layout,
+        "qkv": _arranged(case, *operands, device), "input_layout": case.layout,
         "workspace_buffer": torch.zeros(case.workspace, dtype=torch.uint8, device=device),
-        "seq_lens": array(case.kv_lens),
+        "seq_lens": array(case.kv_lens), "batch_size": len(case.qo_lens),
         "max_q_len": max(case.qo_lens) + case.spare_length,
         "max_kv_len": max(case.kv_lens) + (0 if case.paged else case.spare_length),
-        "bmm1_scale": scale(case.bmm1),
-        "bmm2_scale": scale(case.bmm2),
-        "batch_size": len(case.qo_lens),
+        "bmm1_scale": scale(case.bmm1), "bmm2_scale": scale(case.bmm2),
         "cum_seq_lens_q": array(qo),
         "cum_seq_lens_kv": None if case.paged and not case.offsets_of_pages else array(kv),
         "block_tables": None if table is None else array(table),
-        "out": out,
-        "out_dtype": case.out_dtype,
+        "out": out, "out_dtype": case.out_dtype,
         "sinks": [case.pipeline.sinks.to(device)] if case.sinks else None,
         "pos_encoding_mode": "alibi" if case.alibi else None,
-        "logits_soft_cap_scale": case.soft_cap,
-        "mask_mode": case.mask_mode,
-        "window_left": case.window_left,
-        "chunked_attention_size": case.chunk,
-        "save_softmax_stats": case.stats,
-        "skip_softmax_threshold_scale_factor": case.skip_factor,
-    }
+        "logits_soft_cap_scale": case.soft_cap, "mask_mode": case.mask_mode,
+        "window_left": case.window_left, "chunked_attention_size": case.chunk,
+        "save_softmax_stats": case.stats, "skip_softmax_threshold_scale_factor": case.skip_factor,
+    }  # fmt: skip
     return FmhaInputs(case, arguments, requests, qo)
 
 
@@ -222,10 +210,8 @@ def _arranged(case: FmhaCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         rows = tensors[0] if len(tensors) == 1 else torch.stack(tensors, 1)
         if not case.wide_rows:
             return rows.to(device)
-        shape = (*rows.shape[:-1], rows.shape[-1] + PAD_COLUMNS)
-        wide = torch.full(shape, math.nan).to(case.dtype)
-        wide[..., : rows.shape[-1]] = rows
-        return wide.to(device)[..., : rows.shape[-1]]
+        behind = torch.full((*rows.shape[:-1], PAD_COLUMNS), math.nan).to(case.dtype)
+        return torch.cat([rows, behind], -1).to(device)[..., : rows.shape[-1]]
 
     if case.layout == "PACKED_QKV":
         return place(q, k, v)

@@ -133,25 +133,19 @@ class GivenOutputs:
     def settle(self, returned, *, with_lse: bool) -> Result:
         """Returns the call's results and failures. with_lse: the call returned (out, lse)."""
         out, lse = returned if with_lse else (returned, None)
-        failures = []
+        failures = [] if out.dtype == self._inputs.case.dtype_o else [f"out is {out.dtype}"]
         for name, got, mine in (("out", out, self._out), ("lse", lse, self._lse)):
             failures += [] if mine is None else mine.failures(name, got)
-        if out.dtype != self._inputs.case.dtype_o:
-            failures.append(f"out is {out.dtype}")
         lse = self.lse if lse is None else lse
         if lse is not None and self._lse_layout == "HN":
             lse = lse.t()
-        for name, got, mine, blank in (
-            ("out", out, self._out, 0.0),
-            ("lse", lse, self._lse, -math.inf),
-        ):
+        rows, blanks = slice(self._begin, self._end), {"out": 0.0, "lse": -math.inf}
+        for name, got, mine in (("out", out, self._out), ("lse", lse, self._lse)):
             if mine is None and got is not None:
-                nobodys = torch.cat([got[: self._begin], got[self._end :]]).float()
-                if bool((nobodys != blank).any()):
-                    failures.append(f"{name}: rows of no request are not {blank}")
-        own = Result(out, lse, []).rows(self._begin, self._end)
-        own.failures += failures
-        return own
+                nobodys = torch.cat([got[: rows.start], got[rows.stop :]]).float()
+                if bool((nobodys != blanks[name]).any()):
+                    failures.append(f"{name}: rows of no request are not {blanks[name]}")
+        return Result(out[rows], None if lse is None else lse[rows], failures)
 
     def _brought(
         self, brought: Brought, shape: tuple[int, ...], dtype: torch.dtype, own: object

@@ -1,23 +1,144 @@
-"""Computes problems of `pod_problems`, with garbage around both sides, and says everything that is
-wrong."""
+"""Problems for prefill beside decode: both wrappers, both sides with lengths and options of their
+own as far as the wrapper has them, with garbage around both sides."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import itertools
+import random
+from collections.abc import Sequence
 from unittest import mock
 
 import preflash
 import torch
 from preflash._pod import pod_plan
 from preflash.testing import runner
-from preflash.testing.case import Case
+from preflash.testing.case import Case, MaskKind
 from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import reference
 
 from . import guarded
 from .altered_inputs import surrounded
 from .guarded import GivenOutputs, Result, watched_inputs
-from .pod_problems import Kind, PodProblem
+from .problems import Brought, RunOptions
+from .random_cases import (
+    Limits,
+    contradiction,
+    drawn,
+    first_request,
+    random_case,
+    random_fields,
+    unflattened,
+    with_defaults,
+)
 from .wrapper_trial import Verdict, add_garbage, inverted_mask, judged, scale_arguments
+
+_ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_split_size",
+           "disable_split_kv", "batch_invariant")  # fmt: skip
+
+
+class Kind(enum.Enum):
+    """Whose run() it is."""
+
+    SINGLE = "PODWithPagedKVCacheWrapper"  # a prefill of one request, ragged
+    BATCH = "BatchPODWithPagedKVCacheWrapper"
+
+
+@dataclasses.dataclass(frozen=True)
+class PodCall(RunOptions):
+    """Arguments and forms of both cases' call. Pairs are (prefill, decode)."""
+
+    return_lse: tuple[bool, bool] = drawn((True, True), *itertools.product((True, False), repeat=2))
+    out: tuple[Brought, Brought] = drawn(*itertools.product(Brought, repeat=2))
+    lse: tuple[Brought, Brought] = drawn(*itertools.product(Brought, repeat=2))
+    lse_layout: str = drawn("NH", "HN")
+    workspace: int = drawn(1 << 22, 1 << 14, 0)
+    replan: bool = drawn(*[False] * 4, True)  # the wrapper had another plan and prefill before
+    repeat: bool = drawn(*[False] * 4, True)  # two runs give the same bits
+    two_launches: bool = drawn(False, False, True)  # also where a kernel takes both sides
+    # Of one request: the plan has another prefill before; run() gets the decode options again.
+    shorter_before: bool = drawn(*[False] * 4, True)
+    repeated: bool = drawn(False, False, True)
+    other_mask: bool = drawn(False, True)  # beside a packed mask a dense one, which does not count
+    padding: int = drawn(0, 0, 2)  # rows of q before and after those of requests, with a qo_indptr
+
+
+@dataclasses.dataclass(frozen=True)
+class PodProblem:
+    """Both sides, with options that the wrapper has."""
+
+    kind: Kind
+    prefill: Case
+    decode: Case
+    call: PodCall
+    seed: int
+
+    @property
+    def padding(self) -> int:
+        """Rows around those of requests, which only batches with a qo_indptr may have."""
+        return self.call.padding if self.kind is Kind.BATCH else 0
+
+
+def draw(seed: int, index: int, limits: Limits) -> PodProblem:
+    """Problem `index` of `seed`."""
+    rng = random.Random(f"pod {seed} {index}")
+    kind = rng.choice(list(Kind))
+    work = dataclasses.replace(limits, work=limits.work / 2)
+    prefill, decode = (
+        with_defaults(random_case(rng, name, work), _ABSENT) for name in ("prefill", "decode")
+    )
+    most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
+    kv_lens = _at_most(decode.kv_lens, most)
+    queries = [1] if kind is Kind.SINGLE else [0, 1, 1, 1, 1, 3]
+    decode = dataclasses.replace(
+        decode,
+        qo_lens=tuple(rng.choice(queries) for _ in kv_lens),
+        kv_lens=kv_lens,
+        num_qo_heads=prefill.num_qo_heads,
+        num_kv_heads=prefill.num_kv_heads,
+        head_dim=prefill.head_dim,
+        mask=MaskKind.NONE,
+        page_size=decode.page_size or rng.choice([1, 3, 16, 64]),
+    )
+    if rng.random() < 0.06:
+        decode = dataclasses.replace(decode, qo_lens=(), kv_lens=())
+    call = PodCall(**random_fields(rng, PodCall))
+    if kind is Kind.SINGLE:
+        prefill = first_request(prefill)
+    else:  # run() has one return_lse
+        prefill = _like(prefill, decode, rng)
+        call = dataclasses.replace(call, return_lse=call.return_lse[:1] * 2)
+    return PodProblem(kind, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
+
+
+def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
+    lengths = list(lengths)
+    while sum(lengths) > max(total, len(lengths)):
+        longest = lengths.index(max(lengths))
+        lengths[longest] //= 2
+    return tuple(lengths)
+
+
+def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
+    """With the options that plan() has once for both sides."""
+    shared = ("dtype", "kv_dtype", "page_size", "layout", "window_left", "sm_scale", "position",
+              "rope_scale", "rope_theta")  # fmt: skip
+    if decode.page_size != 1:
+        prefill = unflattened(prefill)
+    prefill = dataclasses.replace(prefill, **{name: getattr(decode, name) for name in shared})
+    none = {"qo_lens": (), "kv_lens": (), "mask": MaskKind.NONE} if rng.random() < 0.06 else {}
+    return dataclasses.replace(prefill, **none)
+
+
+def _possible(case: Case) -> Case:
+    """With dtypes and numbers that go together."""
+    if contradiction(case):
+        case = with_defaults(case, ["magnitude"])
+    if contradiction(case):
+        dtype = torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype
+        case = dataclasses.replace(case, dtype=dtype, kv_dtype=None)
+    return case
 
 
 def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
@@ -27,13 +148,8 @@ def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
 
 
 def _logits_options(case: Case) -> dict[str, object]:
-    return {
-        "pos_encoding_mode": case.position.value,
-        "window_left": case.window_left,
-        "sm_scale": case.sm_scale,
-        "rope_scale": case.rope_scale,
-        "rope_theta": case.rope_theta,
-    }
+    names = ("window_left", "sm_scale", "rope_scale", "rope_theta")
+    return {"pos_encoding_mode": case.position.value} | {n: getattr(case, n) for n in names}
 
 
 def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
@@ -47,7 +163,7 @@ def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
 def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
     """Plans and runs the wrapper."""
     call = problem.call
-    sides = [_Side(problem, index, device) for index in (0, 1)]
+    sides = [_Side(problem, name, device) for name in ("prefill", "decode")]
     changes = [watched_inputs(side.inputs) for side in sides]
     workspace = guarded.workspace(call.workspace, device)
     make = getattr(preflash, problem.kind.value)
@@ -78,21 +194,19 @@ def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
 class _Side:
     """Inputs and outputs of one side, and its expected result."""
 
-    def __init__(self, problem: PodProblem, index: int, device: torch.device) -> None:
-        self.name = ("prefill", "decode")[index]
-        self._call, self._index = problem.call, index
-        case, seed = (problem.prefill, problem.decode)[index], problem.seed + index
-        self.inputs = build(case, device=device, index_device="cpu", seed=seed)
+    def __init__(self, problem: PodProblem, name: str, device: torch.device) -> None:
+        self.name, self._call, self._padding = name, problem.call, problem.padding
+        self._index = int(name == "decode")
+        options = {"index_device": "cpu", "seed": problem.seed + self._index}
+        self.inputs = build(getattr(problem, name), device=device, **options)
         add_garbage(self.inputs)
-        # Only batches with a qo_indptr may have other rows of q around those of requests.
-        self._padding = problem.call.padding if problem.kind is Kind.BATCH else 0
         self.given = surrounded(self.inputs, self._padding)
 
     def fresh_outputs(self) -> dict[str, object]:
         """Options of run() for new outputs of this side."""
-        call, index, suffix = self._call, self._index, self.name[0]
-        form = (call.lse_layout, self._padding)
-        self._outputs = GivenOutputs(self.inputs, *form, out=call.out[index], lse=call.lse[index])
+        call, suffix = self._call, self.name[0]
+        given = {"out": call.out[self._index], "lse": call.lse[self._index]}
+        self._outputs = GivenOutputs(self.inputs, call.lse_layout, self._padding, **given)
         return {f"out_{suffix}": self._outputs.out, f"lse_{suffix}": self._outputs.lse}
 
     def settle(self, returned) -> Result:
@@ -133,14 +247,11 @@ def _run(wrapper, problem: PodProblem, sides: list[_Side], **overrides):
     if packed is not None and call.other_mask:
         mask = inverted_mask(prefill)
     options = {
-        "lse_base": call.lse_base,
-        "lse_layout": call.lse_layout,
-        "causal_p": prefill.pipeline.causal,
-        "packed_custom_mask_p": packed,
+        "lse_base": call.lse_base, "lse_layout": call.lse_layout,
+        "causal_p": prefill.pipeline.causal, "packed_custom_mask_p": packed,
         **scale_arguments(call, wrapper.device),
-        **sides[0].fresh_outputs(),
-        **sides[1].fresh_outputs(),
-    }
+        **sides[0].fresh_outputs(), **sides[1].fresh_outputs(),
+    }  # fmt: skip
     if problem.kind is Kind.BATCH:
         options |= {"custom_mask_p": mask, "return_lse": call.return_lse[0]}
     else:

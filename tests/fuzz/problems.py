@@ -70,7 +70,6 @@ class Also(enum.Enum):
     SPOILT = "spoilt"  # NaN and infinities in one request reach no other one
     REPLAN = "replan"  # the wrapper had another plan before, with other options
     INVARIANT = "invariant"  # also chunks and decode steps of a request have its prefill's bits
-    REFUSALS = "refusals"  # wrong options raise, write nothing, and leave the wrapper as it was
 
 
 # All exact in float32, so that a scale in a tensor is the same scale.
@@ -189,8 +188,6 @@ def checks(case: Case, call: Call) -> list[Also]:
         return found
     if call.entry is not Entry.SINGLE:
         found.append(Also.REPLAN)
-    if call.entry is not Entry.FORWARD:
-        found.append(Also.REFUSALS)
     if call.entry is Entry.BATCH and case.is_invariant:
         found += [Also.ALONE] * 2
         found += [Also.INVARIANT] * 2 * _may_be_cut(case, call)

@@ -162,22 +162,15 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
     dim = rng.choice([64, 128, 128, 256, 512, 8 * rng.randint(1, 64)])
     dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
     num_kv_heads = rng.choice([1, 1, 2, 3])
-    groups = [1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 7, 8, 8, 16, 16, 128]
-    group_size = rng.choice(groups)
+    group_size = rng.choice([1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 7, 7, 8, 8, 16, 16, 128])
     num_qo_heads = num_kv_heads * group_size
     most_pairs = limits.work / (num_qo_heads * sum(dims))
     qo_lens, kv_lens = _lengths(rng, limits.longest, most_pairs, group_size)
-    storage = _random_storage(rng, dims)
-    logits = _random_logits(rng)
+    storage, logits = _random_storage(rng, dims), _random_logits(rng)
     split = rng.random()
     case = Case(
-        name,
-        qo_lens,
-        kv_lens,
-        num_qo_heads,
-        num_kv_heads,
-        dims[0],
-        None if dims[0] == dims[1] else dims[1],
+        *(name, qo_lens, kv_lens, num_qo_heads, num_kv_heads),
+        *(dims[0], None if dims[0] == dims[1] else dims[1]),
         fixed_split_size=rng.choice([1, 64, 64, 100, 128, 256]) if split < 0.5 else None,
         disable_split_kv=split > 0.85,
         batch_invariant=0.5 <= split < 0.6,

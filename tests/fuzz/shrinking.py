@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from preflash.testing.case import Case
-
 from .problems import Also, Problem
 
-_TRIES = 250
 _LENGTHS = ("qo_lens", "kv_lens")
 
 
-def shrink(problem: Problem, fails: Callable[[Problem], bool]) -> Problem:
+def shrink(problem: Problem, fails: Callable[[Problem], bool], tries: int = 250) -> Problem:
     """A smaller problem that fails too: fewer and shorter requests, options at their defaults.
 
     The same for the same problem: candidates have an order, and the first that fails is taken.
     """
-    tries = 0
-    while True:
-        for candidate in _simpler(problem):
-            if tries == _TRIES:
-                return problem
-            tries += 1
-            if fails(candidate):
-                problem = candidate
-                break
-        else:
-            return problem
+    candidates = _simpler(problem)
+    for _ in range(tries):
+        candidate = next(candidates, None)
+        if candidate is None:
+            break
+        if fails(candidate):
+            problem, candidates = candidate, _simpler(candidate)
+    return problem
 
 
 def _simpler(problem: Problem) -> Iterator[Problem]:
@@ -50,8 +44,19 @@ def _changed(part, change: dict[str, object]):
 
 def _changes(problem: Problem) -> Iterator[dict[str, object]]:
     case = problem.case
-    yield from _fewer_requests(case)
-    yield from _shorter(case)
+    count = case.batch_size
+    requests = [*zip(case.qo_lens, case.kv_lens, strict=True)]
+    fewer = [requests[: count // 2], requests[count // 2 :]] if count > 2 else []
+    fewer += [requests[:i] + requests[i + 1 :] for i in range(count if count > 1 else 0)]
+    for rest in fewer:
+        yield dict(zip(_LENGTHS, zip(*rest, strict=True), strict=True))
+    for name in _LENGTHS:
+        yield {name: tuple(n // 2 for n in getattr(case, name))}
+    for name in _LENGTHS:
+        lens = getattr(case, name)
+        for i, n in enumerate(lens):
+            for less in sorted({n // 2, n - n // 4, n - 1} - {n, -1}):
+                yield {name: (*lens[:i], less, *lens[i + 1 :])}
     if case.group_size > 1:
         yield {"num_qo_heads": case.num_kv_heads}
         yield {"num_qo_heads": case.num_kv_heads * (case.group_size // 2)}
@@ -66,22 +71,3 @@ def _changes(problem: Problem) -> Iterator[dict[str, object]]:
             if option.name not in required:
                 yield {option.name: option.default}
     yield {"also": Also.NOTHING}
-
-
-def _fewer_requests(case: Case) -> Iterator[dict[str, object]]:
-    count = case.batch_size
-    halves = [slice(count // 2), slice(count // 2, None)] if count > 2 else []
-    for half in halves:
-        yield {name: getattr(case, name)[half] for name in _LENGTHS}
-    for i in range(count if count > 1 else 0):
-        yield {name: getattr(case, name)[:i] + getattr(case, name)[i + 1 :] for name in _LENGTHS}
-
-
-def _shorter(case: Case) -> Iterator[dict[str, object]]:
-    for name in _LENGTHS:
-        yield {name: tuple(n // 2 for n in getattr(case, name))}
-    for name in _LENGTHS:
-        lens = getattr(case, name)
-        for i, n in enumerate(lens):
-            for less in sorted({n // 2, n - n // 4, n - 1} - {n, -1}):
-                yield {name: (*lens[:i], less, *lens[i + 1 :])}

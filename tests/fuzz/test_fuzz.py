@@ -14,7 +14,7 @@ import pytest
 import torch
 from preflash.testing import runner
 
-from . import calls, command, problems, shrinking
+from . import command, problems
 from .guarded import memory_of
 from .wrapper_trial import NEUTRAL, Verdict
 
@@ -32,10 +32,9 @@ def changed(name, change):
     return fault
 
 
-def unless_given(name, value):
-    """Makes a fault that takes a value of an option, except where the fuzzer overrides it, as with
-    values that have to be refused."""
-    return lambda honest, *args, **options: honest(*args, **{name: value, **options})
+def given(name, value):
+    """Makes a fault that takes this value of an option, whatever the inputs have."""
+    return lambda honest, *args, **options: honest(*args, **options | {name: value})
 
 
 def after(spoil):
@@ -60,6 +59,10 @@ def out_of(returned) -> torch.Tensor:
 def halve(returned, *args, **options):
     out = out_of(returned)
     out.copy_(out.float() * 0.5)  # 8-bit numbers cannot be multiplied
+
+
+def halve_decode(returned, *args, **options):
+    halve(returned[1])
 
 
 # --- faults of runner.run(wrapper, inputs, **options) and of runner.plan() ------------
@@ -87,30 +90,19 @@ def has_garbage(inputs) -> bool:
     return bool(own(inputs.q, inputs).isnan().any())
 
 
-def flip_last_bit(returned, inputs, options):
-    """Flips the last bit of one LSE, whose bound is far wider than that."""
-    if isinstance(returned, tuple):
-        lse = own(returned[1], inputs, tokens=int(options.get("lse_layout") == "HN"))
-        for place in lse.isfinite().nonzero()[:1].tolist():
-            lse.view(torch.int32)[tuple(place)] ^= 1
+def flips_last_bit(condition):
+    """Makes a fault that flips the last bit of one LSE, whose bound is far wider than that."""
+
+    def spoil(returned, wrapper, inputs, **options):
+        if isinstance(returned, tuple) and condition(inputs):
+            lse = own(returned[1], inputs, tokens=int(options.get("lse_layout") == "HN"))
+            for place in lse.isfinite().nonzero()[:1].tolist():
+                lse.view(torch.int32)[tuple(place)] ^= 1
+
+    return after(spoil)
 
 
 RUNS = itertools.count()
-
-
-def another_bit_every_time(returned, wrapper, inputs, **options):
-    if next(RUNS) % 2 == 0:
-        flip_last_bit(returned, inputs, options)
-
-
-def bits_by_company(returned, wrapper, inputs, **options):
-    if inputs.case.batch_size > 1 and not has_garbage(inputs):
-        flip_last_bit(returned, inputs, options)
-
-
-def bits_by_rows(returned, wrapper, inputs, **options):
-    if own(inputs.q, inputs).shape[0] == 1:
-        flip_last_bit(returned, inputs, options)
 
 
 def contagion(returned, wrapper, inputs, **options):
@@ -137,12 +129,6 @@ def workspace_spill(returned, wrapper, inputs, **options):
     wrapper._plan.workspace.float_tensor._base[-1] = 0
 
 
-def refused_nothing(honest, wrapper, inputs, **options):
-    if options.get("lse_layout") == "NHD":
-        options |= {"lse_layout": "NH", "lse": None}
-    return honest(wrapper, inputs, **options)
-
-
 def planned_once(honest, wrapper, inputs, **overrides):
     if wrapper.variant is None:
         honest(wrapper, inputs, **overrides)
@@ -166,93 +152,56 @@ def copied_lse(honest, **arguments):
     return out, None if lse is None else lse.clone()
 
 
-def written_queries(returned, wrapper, q_p, *operands, **options):
-    q_p.untyped_storage()[:1] = 7
-
-
-def spilled(returned, key, value, owners, positions, cache, **table):
-    memory_of(cache if isinstance(cache, torch.Tensor) else cache[0])[-1] ^= 1
-
-
-def without_last(honest, key, value, owners, positions, cache, **table):
-    owners = torch.where((owners >= 0) & (owners == owners.max()), -1, owners)
-    honest(key, value, owners, positions, cache, **table)
-
-
-FMHA, CUDNN = "trtllm_fmha_v2_prefill", "cudnn_batch_prefill_with_kv_cache"
-APPEND = "append_paged_kv_cache"
-DECODE = [preflash.BatchDecodeWithPagedKVCacheWrapper]
+FMHA, CUDNN = "--call trtllm_fmha_v2_prefill", "--call cudnn_batch_prefill_with_kv_cache"
+POD = "--call pod"
 PODS = [preflash.PODWithPagedKVCacheWrapper, preflash.BatchPODWithPagedKVCacheWrapper]
 # A search by its arguments: the owners of the function, the number of problems, how many operations
 # each may take, and the seed.
 SEARCHES = {
     "": ([runner], 250, 1e6, "9"),
-    f"--call {FMHA}": ([preflash], 9, 3e6, "8:40"),
-    f"--call {CUDNN}": ([preflash], 100, 1e6, "3"),
-    f"--call {APPEND}": ([preflash], 20, 3e6, "3"),
-    "--call decode": (DECODE, 150, 2e6, "3"),
-    "--call pod": (PODS, 100, 2e6, "3"),
+    FMHA: ([preflash], 9, 3e6, "8:40"),
+    CUDNN: ([preflash], 100, 1e6, "3"),
+    POD: (PODS, 100, 2e6, "3"),
 }
-PLAN_OPTIONS = NEUTRAL | {"custom_mask": None, "packed_custom_mask": None}
-WRITTEN = "elements around it were written"
-# Arguments of the search, the name of the function, a fault of it, and the failure. Options are
-# dropped where they are right: what must be refused still is, so that the numbers show the fault.
+NEUTRAL_PLAN = NEUTRAL | {"custom_mask": None, "packed_custom_mask": None}
+WRITTEN, OUTSIDE, EITHER = "elements around it were written", "outside their bound", "out:|lse:"
+# Arguments of the search, the name of the function, a fault of it, and the failure.
 FAULTS = [
-    ("", "run", after(wrong_number), "outside their bound"),
+    ("", "run", after(wrong_number), OUTSIDE),
     ("", "run", after(leaked_nan), "wrong kind"),
-    ("", "run", unless_given("sinks", None), "lse:|out:"),
-    ("", "run", unless_given("scale_q", None), "lse:|out:"),
-    ("", "run", unless_given("scale_k", None), "lse:|out:"),
-    ("", "run", unless_given("scale_v", None), "out:"),
-    ("", "run", changed("v_scale", lambda x: x if x == "loud" else None), "out:"),
+    *(("", "run", given(name, None), EITHER) for name in ("sinks", "scale_q", "scale_k")),
+    *(("", "run", given(name, None), "out:") for name in ("scale_v", "v_scale")),
     ("", "run", changed("lse_base", lambda x: "log2" if x == "ln" else x), "lse:"),
-    ("", "run", changed("window_left", lambda x: min(x, -1)), "out:|lse:"),
+    ("", "run", changed("window_left", lambda x: min(x, -1)), EITHER),
     ("", "run", after(spill), f"out: .* {WRITTEN}"),
     ("", "run", after(written_padding), f"out: .* {WRITTEN}"),
     ("", "run", after(written_input), "k, an input, was written"),
     ("", "run", after(workspace_spill), f"workspace: .* {WRITTEN}"),
     ("", "run", raising, "RuntimeError: launch refused"),
-    ("--also repeat", "run", after(another_bit_every_time), "other bits"),
-    ("--also alone", "run", after(bits_by_company), "without the rest of its batch"),
-    ("--also invariant", "run", after(bits_by_rows), "rows .* of request .* have other bits"),
+    ("--also repeat", "run", flips_last_bit(lambda _: next(RUNS) % 2 == 0), "other bits"),
+    ("--also alone", "run", flips_last_bit(lambda x: x.case.batch_size > 1 and not has_garbage(x)),
+     "without the rest of its batch"),
+    ("--also invariant", "run", flips_last_bit(lambda x: own(x.q, x).shape[0] == 1),
+     "rows .* of request .* have other bits"),
     ("--also spoilt", "run", after(contagion), "has other bits with garbage in request"),
-    ("--also refusals", "run", refused_nothing, "'NHD' was accepted"),
-    *(
-        ("", "plan", unless_given(name, PLAN_OPTIONS[name]), "out:|lse:|pos_encoding_mode")
-        for name in PLAN_OPTIONS
-    ),
-    ("--also replan", "plan", planned_once, "out:|lse:"),
-    (f"--call {FMHA}", FMHA, after(halve), "outside their bound"),
-    (f"--call {CUDNN}", CUDNN, after(halve), f"outside their bound|{WRITTEN}"),
-    (f"--call {CUDNN}", CUDNN, changed("lse_base", "ln"), "lse: .* outside"),
-    (f"--call {CUDNN}", CUDNN, changed("causal", False), "(out|lse): .* outside"),
-    (f"--call {CUDNN}", CUDNN, changed("k_scale", None), "outside their bound"),
-    (f"--call {CUDNN}", CUDNN, after(last_row), f"out: .* {WRITTEN}"),
-    (f"--call {CUDNN}", CUDNN, after(finite_lse), "are not -inf"),
-    (f"--call {CUDNN}", CUDNN, copied_lse, "lse is not the tensor that was given"),
-    *(
-        ("--call pod", "run", changed(f"{name}_p", PLAN_OPTIONS[name]), "prefill: (out|lse):")
-        for name in ("causal", "custom_mask", "packed_custom_mask", "sm_scale", "window_left")
-    ),
-    ("--call pod", "run", changed("k_scale", None), "decode: (out|lse):"),
-    ("--call pod", "run", changed("v_scale", None), "decode: out:"),
-    ("--call pod", "run", changed("lse_base", "log2"), "lse:"),
-    (
-        "--call pod",
-        "run",
-        after(lambda returned, *args, **options: halve(returned[1])),
-        "decode: out:",
-    ),
-    ("--call pod", "run", after(written_queries), "prefill: q, an input, was written"),
-    *(
-        ("--call decode", "plan", changed(name, PLAN_OPTIONS[name]), "out:|lse:")
-        for name in ("window_left", "logits_soft_cap", "sm_scale")
-    ),
-    ("--call decode", "run", changed("sinks", None), "out:|lse:"),
-    ("--call decode", "run", changed("k_scale", None), "out:|lse:"),
-    (f"--call {APPEND}", APPEND, after(spilled), "bytes differ from a loop's"),
-    (f"--call {APPEND}", APPEND, without_last, "bytes differ from a loop's"),
-]
+    *(("", "plan", given(name, neutral), f"{EITHER}|pos_encoding_mode")
+      for name, neutral in NEUTRAL_PLAN.items()),
+    ("--also replan", "plan", planned_once, EITHER),
+    (FMHA, FMHA, after(halve), OUTSIDE),
+    (CUDNN, CUDNN, after(halve), f"{OUTSIDE}|{WRITTEN}"),
+    (CUDNN, CUDNN, changed("lse_base", "ln"), "lse: .* outside"),
+    (CUDNN, CUDNN, changed("causal", False), "(out|lse): .* outside"),
+    (CUDNN, CUDNN, changed("k_scale", None), OUTSIDE),
+    (CUDNN, CUDNN, after(last_row), f"out: .* {WRITTEN}"),
+    (CUDNN, CUDNN, after(finite_lse), "are not -inf"),
+    (CUDNN, CUDNN, copied_lse, "lse is not the tensor that was given"),
+    *((POD, "run", changed(f"{name}_p", NEUTRAL_PLAN[name]), "prefill: (out|lse):")
+      for name in ("causal", "custom_mask", "packed_custom_mask", "sm_scale", "window_left")),
+    (POD, "run", changed("k_scale", None), "decode: (out|lse):"),
+    (POD, "run", changed("v_scale", None), "decode: out:"),
+    (POD, "run", changed("lse_base", "log2"), "lse:"),
+    (POD, "run", after(halve_decode), "decode: out:"),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -260,28 +209,27 @@ def find(monkeypatch, capsys):
     """Returns a function that finds a fault, and again with the printed commands, which find
     nothing without it."""
 
-    def find(arguments, name, fault, message) -> list[list[str]]:
+    def find(arguments, name, fault, message, tries=0) -> list[list[str]]:
         owners, count, work, seed = SEARCHES.get(arguments, SEARCHES[""])
         asked = ["--backend", "cpu", *arguments.split()]
-        monkeypatch.setattr(command, "_MOST_FAILURES", 1)
-        monkeypatch.setattr(calls, "_WORK", work)
+        effort = command.Effort(work, failures=1, tries=tries)
         with monkeypatch.context() as patch:
             for owner in owners:
-                honest = getattr(owner, name)
+                honest = getattr(owner, name.removeprefix("--call "))
 
                 def faulty(*args, honest=honest, **options):
                     return fault(honest, *args, **options)
 
-                patch.setattr(owner, name, faulty)
-            assert command.main([*asked, "--fuzz", str(count), "--seed", seed]) == 1
+                patch.setattr(owner, honest.__name__, faulty)
+            assert command.main([*asked, "--fuzz", str(count), "--seed", seed], effort) == 1
             printed = capsys.readouterr().out
             assert re.search(message, printed), printed
             lines = re.findall(r"^(?:FAILED|smaller:) python tests/fuzz (.*)$", printed, re.M)
             found = [shlex.split(line) for line in lines]
             for again in found:
-                assert command.main(again) == 1, again
+                assert command.main(again, effort) == 1, again
         for again in found:
-            assert command.main(again) == 0, again
+            assert command.main(again, effort) == 0, again
         assert found[0][: len(asked)] == asked
         return found
 
@@ -289,13 +237,12 @@ def find(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "name", "fault", "message"), FAULTS)
-def test_a_fault_is_found(monkeypatch, find, arguments, name, fault, message):
-    monkeypatch.setattr(shrinking, "_TRIES", 0)
+def test_a_fault_is_found(find, arguments, name, fault, message):
     assert len(find(arguments, name, fault, message)) == 1
 
 
 def test_a_fault_is_found_in_a_smaller_problem(find):
-    _, smaller = find("", "run", after(wrong_number), "outside their bound")
+    _, smaller = find("", "run", after(wrong_number), OUTSIDE, tries=250)
     problem = problems.parse(smaller[-1])
     case = problem.case
     assert (case.qo_lens, case.num_qo_heads, case.head_dim) == ((1,), 1, 8)
@@ -303,12 +250,12 @@ def test_a_fault_is_found_in_a_smaller_problem(find):
 
 
 @pytest.mark.parametrize("arguments", SEARCHES)
-def test_problems_that_pass(monkeypatch, capsys, arguments):
-    monkeypatch.setattr(calls, "_WORK", 3e6)
-    asked = ["--backend", "cpu", *arguments.split(), "--fuzz", "60", "--seed", "8:40"]
-    assert command.main(asked) == 0
+def test_problems_that_pass(capsys, arguments):
+    """Other tests have more problems of each call."""
+    asked = ["--backend", "cpu", *arguments.split(), "--fuzz", "12", "--seed", "8:40"]
+    assert command.main(asked, command.Effort(work=3e6)) == 0
     out = capsys.readouterr().out
-    assert "cpu on cpu: 60 passed, 0 failed" in out
+    assert "cpu on cpu: 12 passed, 0 failed" in out
     assert "all good" in out
 
 
@@ -316,7 +263,7 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
     def examine(problem, **place):
         return Verdict(not_compiled="head_dim 512 is not compiled")
 
-    monkeypatch.setitem(calls.CALLS, calls.WRAPPERS, (problems.draw, examine))
+    monkeypatch.setitem(command.CALLS, command.WRAPPERS, (problems.draw, examine))
     assert command.main(["--backend", "cpu", "--fuzz", "3"]) == 2
     assert "head_dim 512 is not compiled" in capsys.readouterr().err
 
@@ -324,19 +271,19 @@ def test_problems_that_no_kernel_serves_are_no_success(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--fuzz", "0"], "--fuzz 0"),
-        (["--fuzz", "1", "--seed", "one"], "--seed one"),
-        (["--fuzz", "1", "--seed", "1:-2"], "--seed 1:-2"),
-        ([], "one of them"),
-        (["--problem", "qo_lens=1"], "--problem"),
-        (["--problem", "qo_lens=3 kv_lens=5", "--fuzz", "1"], "one of them"),
-        (["--problem", "qo_lens=3 kv_lens=5", "--seed", "4"], "--seed"),
-        (["--problem", "qo_lens=3 kv_lens=5", "--call", FMHA], "--call"),
-        (["--fuzz", "1", "--call", FMHA, "--also", "repeat"], "--also repeat"),
+        ("--fuzz 0", "--fuzz 0"),
+        ("--fuzz 1 --seed one", "--seed one"),
+        ("--fuzz 1 --seed 1:-2", "--seed 1:-2"),
+        ("", "one of them"),
+        ("--problem qo_lens=1", "--problem"),
+        ("--problem 'qo_lens=3 kv_lens=5' --fuzz 1", "one of them"),
+        ("--problem 'qo_lens=3 kv_lens=5' --seed 4", "--seed"),
+        (f"--problem 'qo_lens=3 kv_lens=5' {FMHA}", "--call"),
+        (f"--fuzz 1 {FMHA} --also repeat", "--also repeat"),
     ],
 )
 def test_refusals(capsys, arguments, message):
-    assert command.main(["--backend", "cpu", *arguments]) == 2
+    assert command.main(["--backend", "cpu", *shlex.split(arguments)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert message in said.err

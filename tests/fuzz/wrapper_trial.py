@@ -24,7 +24,7 @@ from preflash.testing.case import Case, MaskKind
 from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import reference
 
-from . import guarded, refusals
+from . import guarded
 from .altered_inputs import lone, part, spoil, surrounded, with_bounds
 from .guarded import GivenOutputs, Guarded, Result, watched_inputs
 from .problems import Also, Call, Entry, Problem, RunOptions, Scratch
@@ -55,11 +55,11 @@ def judged(compute: Callable[..., Verdict]) -> Callable[..., Verdict]:
     """Makes examine(problem, backend=, device=) of a function that computes a problem. An exception
     of a broken backend is a failure like any other."""
 
-    def examine(problem, *, backend: str, device: torch.device | str = "cpu", **options) -> Verdict:
+    def examine(problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
         try:
             # The problems are small: torch's own threads would cost more than they bring.
             with _threads(1):
-                return compute(problem, backend, torch.device(device), **options)
+                return compute(problem, backend, torch.device(device))
         except Exception as error:
             # The CPU backend is always built whole.
             missing = isinstance(error, NotImplementedError) and "compiled" in str(error)
@@ -81,19 +81,19 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @judged
-def examine(
-    problem: Problem, backend: str, device: torch.device, trial: type[Trial] | None = None
-) -> Verdict:
-    """Computes the problem by the wrappers for prefill, or by another trial."""
+def examine(problem: Problem, backend: str, device: torch.device) -> Verdict:
+    """Computes the problem by the wrappers for prefill."""
     call = problem.call
     with prepass_policy.forced(call.copies.value):
         inputs = _build(problem, device)
         changed = watched_inputs(inputs)
-        made = (trial or Trial)(problem, inputs, backend)
+        made = Trial(problem, inputs, backend)
         result = made.run()
         expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
         report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
-        failures = [*report.failures, *result.failures, *_CHECKS[problem.also](made, result)]
+        failures = report.failures + result.failures
+        if problem.also in _CHECKS:
+            failures += _CHECKS[problem.also](made, result)
     if made.workspace is not None:
         failures += made.workspace.failures("workspace")
     return Verdict(failures + changed(), worst=report.worst)
@@ -122,8 +122,10 @@ def add_garbage(inputs: Inputs) -> None:
                 inputs.packed_custom_mask[end - 1] |= 255 & ~((1 << used) - 1)
 
 
-def _longer(mask: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _longer(mask: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
     """The mask in a longer buffer. A packed one of exactly the dense size would be refused."""
+    if mask is None:
+        return None
     dense = sum(one.numel() for one in inputs.masks)
     more = 10 if mask.numel() + 9 == dense else 9
     return torch.cat([mask, mask.new_ones(more)]).view(1, -1, 1)
@@ -141,9 +143,7 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
     if call.other_mask:
         masks["custom_mask"] = inverted_mask(inputs)
     if call.long_mask:
-        masks = {
-            name: None if mask is None else _longer(mask, inputs) for name, mask in masks.items()
-        }
+        masks = {name: _longer(mask, inputs) for name, mask in masks.items()}
     given = dataclasses.replace(given, **masks)
     return with_bounds(given) if call.bounds and inputs.case.paged else given
 
@@ -153,11 +153,9 @@ def scale_arguments(
 ) -> dict[str, float | torch.Tensor | None]:
     """Returns a call's scales, as tensors where the call says so."""
     found = {name: getattr(call, name) for name in names}
-    if call.scales_in_tensors:
-        for name, value in found.items():
-            if value is not None:
-                found[name] = torch.tensor([value], dtype=torch.float32, device=device)
-    return found
+    if not call.scales_in_tensors:
+        return found
+    return {n: x if x is None else torch.tensor([x], device=device) for n, x in found.items()}
 
 
 class Trial:
@@ -176,7 +174,7 @@ class Trial:
     def another(self, inputs: Inputs, **changes) -> Trial:
         """Returns a trial with a wrapper of its own. changes: other values of the call's fields."""
         call = dataclasses.replace(self.call, **changes)
-        return type(self)(dataclasses.replace(self.problem, call=call), inputs, self.backend)
+        return Trial(dataclasses.replace(self.problem, call=call), inputs, self.backend)
 
     def _plan(self) -> None:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
@@ -192,16 +190,11 @@ class Trial:
         self.workspace = guarded.workspace(num_bytes, self.device)
         self.wrapper = self._wrapper(self.workspace.given)
         if self.problem.also is Also.REPLAN:  # with options of which none may stay
-            self.plan(**self._something_else())
+            runner.plan(self.wrapper, self.given, **self._something_else())
             runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
         hints = wrapper_options.hints(self.inputs) if self.call.hints else {}
-        self.plan(**self._plan_overrides(), **self._bounds(), **hints)
-
-    def plan(self, **overrides: object) -> None:
-        runner.plan(self.wrapper, self.given, **overrides)
-
-    def _plan_arguments(self) -> tuple[Sequence, dict[str, object]]:
-        return runner.plan_arguments(self.given)
+        options = {**self._plan_overrides(), **self._bounds(), **hints}
+        runner.plan(self.wrapper, self.given, **options)
 
     def _wrapper(self, buffer: torch.Tensor):
         graph = wrapper_options.graph_options(self.given) if self.call.graph else {}
@@ -224,7 +217,7 @@ class Trial:
     def _workspace_bytes(self) -> int:
         """Enough for the options of plan() and for those of the later call."""
         probe = self._wrapper(runner.workspace(self.device, 0))
-        positional, options = self._plan_arguments()
+        positional, options = runner.plan_arguments(self.given)
         plans = [self._bounds(), self._plan_overrides() | self._bounds()]
         if self.problem.also is Also.REPLAN:
             plans.append(self._something_else())
@@ -257,22 +250,17 @@ class Trial:
             torch.cuda.synchronize(self.device)
         return outputs.settle(returned, with_lse=call.return_lse)
 
-    def compute(self, **overrides):
-        """The public function, with the options of the problem and then those given here."""
+    def compute(self, **outputs):
+        """The public function, with the options of the problem and these outputs."""
         call = self.call
         if call.entry is Entry.FORWARD:
             return self._forward()
-        options = {
-            "return_lse": call.return_lse,
-            "lse_base": call.lse_base,
-            "lse_layout": call.lse_layout,
-            **scale_arguments(call, self.device),
-        }
+        options = {name: getattr(call, name) for name in ("return_lse", "lse_base", "lse_layout")}
+        options |= scale_arguments(call, self.device) | outputs
         if call.window_at_run:
             options["window_left"] = self.inputs.case.window_left
         if call.skip_factor:
             options["skip_softmax_threshold_scale_factor"] = call.skip_factor
-        options |= overrides
         if call.entry is Entry.SINGLE:
             return runner.single(self.inputs, backend=self.backend, **options)
         return runner.run(self.wrapper, self.given, **options)
@@ -286,7 +274,7 @@ class Trial:
 
     def _logits_options(self) -> dict[str, object]:
         """Options of plan() that forward() has, too."""
-        options = self._plan_arguments()[1]
+        _, options = runner.plan_arguments(self.given)
         return {name: options[name] for name in NEUTRAL if name in options}
 
 
@@ -294,20 +282,16 @@ class Trial:
 
 
 def _repeat(trial: Trial, result: Result) -> list[str]:
-    failures = []
-    if not trial.run().same_bits(result):
-        failures.append("a second run has other bits")
-    if not trial.another(trial.inputs).run().same_bits(result):
-        failures.append("a second wrapper has other bits")
-    return failures
+    again = {"run": trial, "wrapper": trial.another(trial.inputs)}
+    return [f"a second {x} has other bits" for x in again if not again[x].run().same_bits(result)]
 
 
 def _alone(trial: Trial, result: Result) -> list[str]:
-    failures = []
-    for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
-        if not trial.another(lone(trial.inputs, i)).run().same_bits(own):
-            failures.append(f"request {i} has other bits without the rest of its batch")
-    return failures
+    return [
+        f"request {i} has other bits without the rest of its batch"
+        for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE])
+        if not trial.another(lone(trial.inputs, i)).run().same_bits(own)
+    ]
 
 
 def _invariant(trial: Trial, result: Result) -> list[str]:
@@ -337,14 +321,15 @@ def _parts(rng: random.Random, case: Case, i: int) -> list[tuple[int, int]]:
 
 
 def _spoilt(trial: Trial, result: Result) -> list[str]:
-    spoilt, failures = trial.problem.seed % trial.problem.case.batch_size, []
+    spoilt = trial.problem.seed % trial.problem.case.batch_size
     inputs = _build(trial.problem, trial.device)
     spoil(inputs, spoilt)
     others = _of_requests(trial, trial.another(inputs).run())
-    for i, own in enumerate(_of_requests(trial, result)):
-        if i != spoilt and not others[i].same_bits(own):
-            failures.append(f"request {i} has other bits with garbage in request {spoilt}")
-    return failures
+    return [
+        f"request {i} has other bits with garbage in request {spoilt}"
+        for i, own in enumerate(_of_requests(trial, result))
+        if i != spoilt and not others[i].same_bits(own)
+    ]
 
 
 def _of_requests(trial: Trial, result: Result) -> list[Result]:
@@ -352,24 +337,10 @@ def _of_requests(trial: Trial, result: Result) -> list[Result]:
     return [result.rows(*rows) for rows in itertools.pairwise(ends)]
 
 
-def _refusals(trial: Trial, result: Result) -> list[str]:
-    failures = []
-    for name, value in refusals.of_run(trial.given):
-        failures += refusals.missing(name, value, trial.compute)
-    if trial.wrapper is not None:
-        for name, value in refusals.of_plan(trial.inputs):
-            failures += refusals.missing(name, value, trial.plan)
-    if not trial.run().same_bits(result):
-        failures.append("a run after refused calls has other bits")
-    return failures
-
-
+# Also.REPLAN has made its other plan before.
 _CHECKS: dict[Also, Callable[[Trial, Result], list[str]]] = {
-    Also.NOTHING: lambda trial, result: [],
     Also.REPEAT: _repeat,
     Also.ALONE: _alone,
     Also.INVARIANT: _invariant,
     Also.SPOILT: _spoilt,
-    Also.REPLAN: lambda trial, result: [],  # the other plan was made before
-    Also.REFUSALS: _refusals,
 }

@@ -19,31 +19,39 @@ _DRIVERS = {12: "525", 13: "580"}
 def warn_of_versions(version: str) -> None:
     """Warns where wheel, torch and driver do not go together, so that GPU kernels would fail.
 
-    version: preflash.__version__, "0.1.0+cu130" for a wheel; without "+cu" it was built on its
-    machine.
+    version: preflash.__version__.
+    """
+    sentence = version_mismatch(version, torch.version.cuda, _driver())
+    if sentence is not None:
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+
+def version_mismatch(version: str, torch_cuda: str | None, driver: int | None) -> str | None:
+    """Returns a sentence on CUDA versions that do not go together, or None.
+
+    Args:
+        version: "0.1.0+cu130" for a wheel; without "+cu" it was built on its machine.
+        torch_cuda: torch.version.cuda.
+        driver: the newest CUDA version that the driver serves, 13000 for 13.0; None: no driver.
     """
     found = re.search(r"\+cu(\d+)(\d)$", version)
-    if torch.version.cuda is None or found is None:
-        return
-    major = int(found[1])
-    torch_major = int(torch.version.cuda.split(".")[0])
-    driver = _driver()
+    if torch_cuda is None or found is None:
+        return None
+    major, torch_major = int(found[1]), int(torch_cuda.split(".")[0])
     wheel = f"preflash {version} is built for CUDA {major}.{found[2]}"
     if driver is not None and driver // 1000 < major:
         serves = f"{driver // 1000}.{driver % 1000 // 10}"
         needed = f"driver {_DRIVERS[major]} or later" if major in _DRIVERS else "a newer driver"
-        sentence = (
+        return (
             f"{wheel}; the NVIDIA driver serves CUDA {serves} at most, so no GPU can be used. "
             f"Install {needed}, or a wheel of preflash for CUDA {driver // 1000}"
         )
-    elif torch_major != major:
-        sentence = (
-            f"{wheel}, torch {torch.__version__} for CUDA {torch.version.cuda}. "
+    if torch_major != major:
+        return (
+            f"{wheel}, torch {torch.__version__} for CUDA {torch_cuda}. "
             f"Install a wheel of preflash for CUDA {torch_major}, or a torch for CUDA {major}"
         )
-    else:
-        return
-    warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+    return None
 
 
 def _driver() -> int | None:

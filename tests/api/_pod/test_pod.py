@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from fuzz import pod_problems, pod_trial
+from fuzz import pod_trial
 from fuzz.random_cases import Limits
 from graph_stage import capture
 from interrupts import interrupted
@@ -105,7 +105,7 @@ def test_batches(target, pair):
 @pytest.mark.parametrize("seed", range(40))
 def test_random_pairs(target, seed):
     """Problems of the fuzzer: both wrappers, any prefill with any decode batch."""
-    problem = pod_problems.draw(seed, 0, Limits(work=2e7, fp8=False))
+    problem = pod_trial.draw(seed, 0, Limits(work=2e7, fp8=False))
     verdict = pod_trial.examine(problem, backend=target.backend, device=target.device)
     if verdict.not_compiled:
         raise NotImplementedError(verdict.not_compiled)
