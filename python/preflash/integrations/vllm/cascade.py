@@ -29,8 +29,8 @@ class CascadeCosts(NamedTuple):
     tall_bytes: int = 2
     # Measured on an H200 (docs/engines.md): partly from L2, where the prefix may be.
     bytes_per_us_per_sm: float = 60e3
-    # A second launch with its split-KV merge, and merge_state_in_place(): 20 on the device, the rest
-    # on the host, which limits eager decode steps.
+    # A second launch with its split-KV merge, and merge_state_in_place(): 20 on the device, the
+    # rest on the host, which limits eager decode steps.
     launches_us: float = 120.0
     # Launches by the host instead of a full CUDA graph, which vLLM does not replay with a cascade.
     piecewise_us: float = 50.0  # with piecewise graphs for the rest of the layer
