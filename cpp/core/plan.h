@@ -58,7 +58,7 @@ class Plan {
   // Runs all segments: the only segment's kernel, the one for both, or both in one launch.
   const ForwardKernel& kernel() const { return kernel_; }
   const std::vector<PlannedRound>& rounds() const { return rounds_; }
-  // Of the first round. The others have the same requests, and copies of them that nothing reads.
+  // Sizes and layout of the first round, whose requests serve the others, too.
   const PlanSizes& sizes() const { return rounds_[0].planner.sizes(); }
   const PlanLayout& layout() const { return rounds_[0].planner.layout(); }
   // Sums over all rounds, but for num_ctas and num_requests.
