@@ -1,5 +1,5 @@
 // The epilogue writes the accumulators to o and lse, or to split-KV partials. Each warp stores its
-// 16 rows through shared memory of its own, so it needs no barrier beyond the warp.
+// 16 rows through shared memory of its own.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -29,14 +29,9 @@ CUTE_DEVICE void store_e4m3(std::uint8_t* target, float2 x) {
 }
 
 template <class Traits>
-struct ForwardEpilogue {
+struct ForwardEpilogue : ItemView {
   using Element = typename Traits::ElementO;
   static constexpr int kColumns = kBlockColumns<Element>;  // stored at a time
-
-  const HopperSegment& params;
-  const WorkItem& item;
-  const RequestInfo& request;
-  int num_rows;
 
   CUTE_DEVICE RowTarget target_of(int row) const {
     if (row >= num_rows) return {};
@@ -45,9 +40,9 @@ struct ForwardEpilogue {
       float* o = params.partial_o + partial * params.head_dim_vo + first_column();
       return {o, first_column() == 0 ? params.partial_lse + partial : nullptr};
     }
-    PackedRow packed = unpack_row(params, item.row_begin + row);
-    std::int64_t token = request.qo_begin + packed.token;
-    int head = query_head(params, item, packed);
+    const PackedRow of_row = packed(row);
+    std::int64_t token = request.qo_begin + of_row.token;
+    int head = query_head(of_row);
     RowTarget target;
     target.o = static_cast<char*>(params.o.data) +
                (token * params.o.stride_token + head * params.o.stride_head + first_column()) *
@@ -160,8 +155,7 @@ struct ForwardEpilogue {
       RowTarget target = target_of(row);
       float lse = -INFINITY;
       if (adds_keyless() && params.lse.form == LseForm::kLogSum) {
-        int head = query_head(params, item, unpack_row(params, item.row_begin + row));
-        lse = sink(params.extras, head);
+        lse = sink(params.extras, query_head(packed(row)));
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
       for (int column = lane_id() * 4; column < num_columns(); column += 128) {

@@ -5,9 +5,10 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "kernels/common/dependent_launch.cuh"
+#include "kernels/sm90/eight_bit.cuh"
 #include "kernels/sm90/forward_mainloop.cuh"
 #include "kernels/sm90/load_converted.cuh"
-#include "kernels/sm90/transpose_values.cuh"
+#include "kernels/sm90/paired_mainloop.cuh"
 
 namespace preflash::sm90 {
 
@@ -239,9 +240,13 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
-    ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
-    // The other CTA may still arrive at this one's barriers.
-    if constexpr (Traits::kClusterSize > 1) cute::cluster_sync();
+    const int consumer = warpgroup - Traits::kProducers;
+    if constexpr (Traits::kClusterSize > 1) {
+      PairedMainloop<Traits>(params, smem, consumer, thread).run();
+      cute::cluster_sync();  // the other CTA may still arrive at this one's barriers
+    } else {
+      ForwardMainloop<Traits>(params, smem, consumer, thread).run();
+    }
   }
 }
 

@@ -10,11 +10,9 @@ namespace preflash::sm90 {
 
 // Element (r, c) of a thread's scores, as (rows, columns), in one tile of a work item.
 template <class Traits>
-struct ScoreCoordinates {
+struct ScoreCoordinates : ItemView {
   static constexpr int kRows = 2;  // of one thread
 
-  const HopperSegment& params;
-  const ItemState& state;
   int warp_row;  // the first row of this warp, of the item's tile of rows
   int tile;      // own_tile(): in units of kTileN keys
 
@@ -28,19 +26,15 @@ struct ScoreCoordinates {
   };
   CUTE_DEVICE Tail tail() const {
     int box_rows = params.box.tail_rows;
-    int last = state.request.kv_len - first_key();
+    int last = request.kv_len - first_key();
     if (box_rows == 0 || last >= Traits::kTileN) return {Traits::kTileN, 0};
     int in_box = last % box_rows;
     return {last - in_box, in_box == 0 ? 0 : box_rows - in_box};
   }
 
-  // Rows: of the item's tile, and what they are in the request.
   CUTE_DEVICE int row(int r) const { return warp_row + lane_id() / 4 + r * 8; }
-  CUTE_DEVICE PackedRow packed(int row) const {
-    return unpack_row(params, state.item.row_begin + row);
-  }
   CUTE_DEVICE int token(int r) const { return packed(row(r)).token; }
-  CUTE_DEVICE int head(int r) const { return query_head(params, state.item, packed(row(r))); }
+  CUTE_DEVICE int head(int r) const { return query_head(packed(row(r))); }
 
   // Columns: a thread's first one, and how far from there the others lie.
   CUTE_DEVICE static int first_column() { return lane_id() % 4 * 2; }
@@ -49,7 +43,6 @@ struct ScoreCoordinates {
 
   // Keys of the request. Columns [edge, edge + shift) hold zeros and belong to no key.
   CUTE_DEVICE int first_key() const { return tile * Traits::kTileN; }
-  CUTE_DEVICE MaskBounds bounds() const { return bounds_of(params, state.request); }
 };
 
 // The columns of a tile that this thread's two rows keep. A word has the 32 columns that the thread
@@ -155,7 +148,7 @@ struct TileMask {
   CUTE_DEVICE static int lane_column() { return lane_id() % 4 * 32; }
   // The bits of row r from `key` on, which is 0 or more.
   CUTE_DEVICE static MaskWords words_at(const Coordinates& coordinates, int r, int key) {
-    const RequestInfo& request = coordinates.state.request;
+    const RequestInfo& request = coordinates.request;
     if (Traits::kOptionsAtRunTime && coordinates.params.mask != Mask::kCustom) {
       return {0xffffffffu, 0xffffffffu, 0};
     }
