@@ -44,19 +44,17 @@ struct DecodeMerge {
   CUTE_DEVICE static int row_of(int r) { return lane_id() / 4 + r * 8; }
 
   CUTE_DEVICE void share(const SpeculativeSoftmax& softmax) const {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       float total = SpeculativeSoftmax::quad_sum(softmax.sum[r]);
       if (lane_id() % 4 == 0) smem.rows[warp][row_of(r)] = {softmax.reference[r], total};
-    }
+    });
   }
   // The softmax over the keys of all warps. part: the factors of this warp's part of O.
   CUTE_DEVICE SpeculativeSoftmax merged(const SpeculativeSoftmax& softmax,
                                         float (&part)[kRows]) const {
     const float scale_log2 = params.logits.scale_log2;
     SpeculativeSoftmax whole;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       RowState rows[Traits::kWarps];
       CUTE_UNROLL
       for (int w = 0; w < Traits::kWarps; ++w) {
@@ -73,7 +71,7 @@ struct DecodeMerge {
       whole.sum[r] = lane_id() % 4 == 0 ? total : 0.0f;
       part[r] = SpeculativeSoftmax::change_of_reference(softmax.reference[r], whole.reference[r],
                                                         scale_log2);
-    }
+    });
     return whole;
   }
   CUTE_DEVICE ForwardEpilogue<Traits> epilogue() const { return {ItemView::of(params, state)}; }

@@ -31,10 +31,7 @@ struct DecodeQuery {
   CUTE_DEVICE float scale(const auto&, int r) const { return factor[r]; }
   CUTE_DEVICE void load(const ItemView& item) {
     const HopperSegment& params = item.params;
-    auto load_rows = [&](auto from) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) load_row<from>(item, r);
-    };
+    auto load_rows = [&](auto from) { for_rows([&](int r) { load_row<from>(item, r); }); };
     if (Traits::kConverts && params.q_dtype == DType::kFloat8E4M3) {
       load_rows(C<DType::kFloat8E4M3>{});
     } else if (Traits::narrows_query(params.q_dtype)) {

@@ -53,8 +53,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   CUTE_DEVICE void make_first(auto& mma, const auto& shift, const auto& segment) {
     float tile_sum[kRows];
     exponentiate(mma.rows_of_s(), shift, mma.tOrP, tile_sum, segment.logits.scale_log2);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += kAddsWeights ? tile_sum[r] : 0.0f;
+    for_rows([&](int r) { sum[r] += kAddsWeights ? tile_sum[r] : 0.0f; });
   }
   // NOTE: without the branch ptxas would move the wait for O to before the comparisons.
   CUTE_DEVICE void before_o(auto& mma, const auto& shift, const auto& segment, const auto& mask) {
@@ -63,22 +62,20 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     float tile_max[kRows];
     thread_maxima(mma.rows_of_s(), tile_max);
     bool exceeds = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       tile_max[r] = shift.add_to(r, tile_max[r]);
       largest[r] = fmaxf(largest[r], tile_max[r]);
       exceeds |= tile_max[r] > reference[r] + room;
-    }
+    });
     moved = __any_sync(0xffffffffu, exceeds);
     if (moved) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
+      for_rows([&](int r) {
         const float row_max = quad_max(tile_max[r]);
         const float next = row_max > reference[r] + room ? row_max : reference[r];
         factor[r] = change_to(r, next, segment);
         sum[r] *= factor[r];
         reference[r] = next;
-      }
+      });
     }
   }
   CUTE_DEVICE void after_o(auto& mma, const auto& segment) {
@@ -89,8 +86,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   // references.
   CUTE_DEVICE void follow(const auto& segment, const float (&totals)[kRows]) {
     const float x_per_bit = segment.x_per_logit * (1.0f / kLog2E);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       const float row_max = quad_max(largest[r]);
       const float highest = fmaf(kSlack, segment.x_per_logit, row_max);
       const float room = kMaxSumExponent - log2_approx(totals[r]);
@@ -101,7 +97,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
         reference[r] = next;
       }
       largest[r] = -INFINITY;
-    }
+    });
   }
   CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment, const auto&) {
     make_first(mma, shift, segment);
@@ -151,8 +147,7 @@ struct EightBitMma : WholeMma<Traits> {
     Tensor parts = recast<float4>(this->tOrO);
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i) (i < kShared ? shared_sum(i) : sums[i - kShared]) = parts(i);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) reference[r] = softmax.reference[r];
+    for_rows([&](int r) { reference[r] = softmax.reference[r]; });
     this->first_pv = GMMA::ScaleOut::Zero;
     tiles = 0;
     has_sums = true;
@@ -160,11 +155,10 @@ struct EightBitMma : WholeMma<Traits> {
   }
   template <class Softmax, class Segment>
   CUTE_DEVICE void prepare_o(const Softmax& softmax, const Segment& segment) {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       reference[r] = Softmax::change_of_reference(reference[r], softmax.reference[r],
                                                   segment.logits.scale_log2);
-    }
+    });
   }
   CUTE_DEVICE void finish_o() {
     take_sums();

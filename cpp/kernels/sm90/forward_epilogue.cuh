@@ -68,31 +68,27 @@ struct ForwardEpilogue : ItemView {
                                const RowTarget& target) const {
     RowResult result[2];
     auto missing = bias.missing(coordinates);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       result[r] = softmax.template finish<Traits::kVariant.q_dtype>(
           r, missing, params.logits.scale_log2, params.lse.form);
-    }
+    });
     Prepared ready;
     if constexpr (Traits::kRowSumColumns > 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
+      for_rows([&](int r) {
         const float logit = adds_keyless() ? sink(params.extras, coordinates.head(r)) : -INFINITY;
         ready.keyless[r] = softmax.template weight_of<Traits::kVariant.q_dtype>(
             r, logit, params.logits.scale_log2);
-      }
+      });
     }
     if (adds_keyless()) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) add_keyless(result[r], params, coordinates.head(r));
+      for_rows([&](int r) { add_keyless(result[r], params, coordinates.head(r)); });
     }
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       ready.factor[r] = result[r].factor * out_scale();
       // A huge row's P may all be rounded to 0, which does not make it a row without keys.
       ready.empty[r] =
           Traits::kRowSumColumns > 0 ? softmax.reference[r] == -INFINITY : result[r].empty;
-    }
+    });
     ready.o = target.o;
     // No branch around the shuffles: it would cost registers on the way to the next item.
     PartialLse value{.high = of_row(result[0].lse.high, result[1].lse.high),
@@ -107,15 +103,14 @@ struct ForwardEpilogue : ItemView {
     Tensor tOrO = make_tensor(accumulator.data(), columns_of_o(accumulator.layout()));
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     if constexpr (Traits::kRowSumColumns > 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
+      for_rows([&](int r) {
         // Columns of one number: every lane of the quad has the row's sum.
         const float total =
             __fmul_rn(accumulator(size(tOrO) + 2 * r), 1.0f / Traits::kRowSumFactor);
         ready.empty[r] &= total == 0.0f;
         ready.factor[r] =
             ready.empty[r] ? 0.0f : reciprocal_approx(total + ready.keyless[r]) * out_scale();
-      }
+      });
     }
     // + 0: a zero is +0, as in rows that are merged from chunks.
     for_each_element(rows_of_o, [&](int r, int, float& x) { x = fmaf(x, ready.factor[r], 0.0f); });

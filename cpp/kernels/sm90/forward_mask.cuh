@@ -61,8 +61,7 @@ struct TileMask {
     auto tail = coordinates.tail();
     int first_key = coordinates.first_key();
     TileMask mask;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int token = coordinates.token(r);
       KeySpan kept{bounds.first_key(token) - first_key, bounds.end_key(token) - first_key};
       CUTE_UNROLL
@@ -75,7 +74,7 @@ struct TileMask {
                              kept.end + tail.shift - column);
         }
       }
-    }
+    });
     return mask;
   }
 
@@ -92,39 +91,33 @@ struct TileMask {
   };
   CUTE_DEVICE static RawBits read_bits(const Coordinates& coordinates) {
     RawBits raw;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       MaskWords words = words_at(coordinates, r, coordinates.first_key() + lane_column());
       raw.low[r] = words.low;
       raw.high[r] = words.high;
       raw.shifts |= words.shift << r * 8;
-    }
+    });
     return raw;
   }
   // For a tile that the bounds keep whole.
   CUTE_DEVICE static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
     TileMask mask;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      mask.bits[r][0] = exchange_columns(group_columns(raw.columns(r)));
-    }
+    for_rows([&](int r) { mask.bits[r][0] = exchange_columns(group_columns(raw.columns(r))); });
     return mask;
   }
   // For any other tile: the bounds apply, and the request's tail may be in it.
   CUTE_DEVICE static TileMask of_bits_and_bounds(const Coordinates& coordinates, RawBits raw) {
     auto tail = coordinates.tail();
     if (tail.shift > 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < Coordinates::kRows; ++r) {
+      for_rows([&](int r) {
         raw.low[r] = raw.high[r] = with_tail(coordinates, r, tail, raw.columns(r));
-      }
+      });
       raw.shifts = 0;
     }
     TileMask mask = of_bits(raw);
     TileMask bounds = of_bounds(coordinates);
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) mask.bits[r][0] &= bounds.bits[r][0];
+    for_rows([&](int r) { mask.bits[r][0] &= bounds.bits[r][0]; });
     return mask;
   }
 

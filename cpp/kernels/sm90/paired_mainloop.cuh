@@ -61,8 +61,7 @@ struct PairedMma : SlicedMma<Traits> {
   }
   // The other CTA's sums belong to one thread of each quad, which sums up its own.
   CUTE_DEVICE void prepare_o(auto& softmax, const auto&) const {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) softmax.sum[r] += lane_id() % 4 == 0 ? other_sum[r] : 0.0f;
+    for_rows([&](int r) { softmax.sum[r] += lane_id() % 4 == 0 ? other_sum[r] : 0.0f; });
   }
 
  private:
@@ -109,8 +108,7 @@ struct PairedMma : SlicedMma<Traits> {
     auto rows_of_o = this->rows_of_o();
     OperandP other;
     read_p_mailbox(other);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       const float before = softmax.reference[r];
       const float next = fmaxf(before, others[r]);
       const float own_factor = softmax.change_of_reference(before, next, scale_log2);
@@ -129,7 +127,7 @@ struct PairedMma : SlicedMma<Traits> {
       };
       scale(this->tOrP, own_factor);
       scale(other, other_factor);
-    }
+    });
     Tensor pieces = recast<uint4>(other);
     CUTE_UNROLL
     for (int i = 0; i < size(pieces); ++i) p_mailbox()[i * 32] = pieces(i);

@@ -44,12 +44,11 @@ struct AlibiBias {
     bounds.causal |= params.mask == Mask::kCustom;
     int last_key = bounds.end_key(packed.token) - 1;
     AlibiBias bias;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int lane = lane_id() / 4 + r * 8;
       bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
       bias.distance[r] = Coordinates::first_column() - __shfl_sync(0xffffffffu, last_key, lane);
-    }
+    });
     return bias;
   }
 
@@ -82,24 +81,22 @@ struct AlibiBias {
   // Returns the bias that a tile's scores leave out: that of the thread's first column.
   CUTE_DEVICE RowShift shift(int tile) const {
     RowShift shift;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int first_key = own_tile<Traits>(tile) * Traits::kTileN;
       shift.row[r] = coefficient[r] * static_cast<float>(first_key + distance[r]);
-    }
+    });
     return shift;
   }
   // Returns the bias that all of a row's logits lack: that of its last key, from the row's token,
   // or from key 0 if the row maximum is output.
   CUTE_DEVICE RowShift missing(const Coordinates& coordinates) const {
     RowShift shift;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int last_key = Coordinates::first_column() - distance[r];
       bool from_token = coordinates.params.lse.form == LseForm::kLogSum;
       int origin = from_token ? coordinates.token(r) : 0;
       shift.row[r] = coefficient[r] * static_cast<float>(last_key - origin);
-    }
+    });
     return shift;
   }
 };
@@ -117,8 +114,7 @@ struct AlibiProduct : AlibiBias<Traits> {
 
   CUTE_DEVICE static AlibiProduct of(const Coordinates& coordinates) {
     AlibiProduct bias{Base::of(coordinates), {}};
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       // Lane i of a quad has part i. Nothing is left for lane 3.
       float part = bias.coefficient[r];
       CUTE_UNROLL
@@ -127,7 +123,7 @@ struct AlibiProduct : AlibiBias<Traits> {
         if (i < lane_id() % 4) part -= first;
       }
       bias.parts[r] = __float_as_uint(part) >> 16;
-    }
+    });
     return bias;
   }
   CUTE_DEVICE static void fill_steps(SharedStorage<Traits>& smem) {
@@ -194,13 +190,12 @@ struct Scores {
       const RunExtras& extras = of_item.params.extras;
       float of_k = 1.0f;
       if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + of_item.item.kv_head);
-      CUTE_UNROLL
-      for (int r = 0; r < Coordinates::kRows; ++r) {
+      for_rows([&](int r) {
         scores.factor[r] = of_k * query.scale(of_item, r);
         if (extras.scale_q != nullptr) {
           scores.factor[r] *= __ldg(extras.scale_q + of_item.head(r));
         }
-      }
+      });
       scores.any_factor =
           __any_sync(0xffffffffu, scores.factor[0] != 1.0f || scores.factor[1] != 1.0f);
     }

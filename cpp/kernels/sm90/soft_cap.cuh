@@ -102,8 +102,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
     *this = {};
     if (!segment.cap.is_bounded()) {
       SpeculativeSoftmax::begin(mma, shift, segment);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) is_second[r] = has_reference(r);
+      for_rows([&](int r) { is_second[r] = has_reference(r); });
       return;
     }
     CUTE_UNROLL
@@ -128,8 +127,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
       raise(mma, segment.logits.scale_log2);
       const bool had_reference[kRows] = {has_reference(0), has_reference(1)};
       SpeculativeSoftmax::update(mma, shift, segment, mask);
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) is_second[r] = !had_reference[r] && has_reference(r);
+      for_rows([&](int r) { is_second[r] = !had_reference[r] && has_reference(r); });
       return;
     }
     const float scale_log2 = segment.logits.scale_log2;
@@ -138,8 +136,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
     exponentiate_capped<false>(mma, tile_sum, scale_log2);
     // Few tiles are masked: they are computed again.
     if (mask()) exponentiate_capped<true>(mma, tile_sum, scale_log2);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+    for_rows([&](int r) { sum[r] += tile_sum[r]; });
   }
 
  private:

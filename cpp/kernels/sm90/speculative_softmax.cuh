@@ -12,6 +12,11 @@
 
 namespace preflash::sm90 {
 
+// visit(r): of both rows of a thread.
+CUTE_DEVICE void for_rows(const auto& visit) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) visit(r);
+}
 // visit(r, c, x): of every element x of a (rows, columns) view.
 CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
   CUTE_UNROLL
@@ -107,16 +112,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     float tile_sum[kRows];
     exponentiate(scores, shift, mma.tOrP, tile_sum, scale_log2);
     bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
+    for_rows([&](int r) { moves[r] = tile_sum[r] > max_sum; });
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
       float tile_max[kRows];
       maxima(scores, shift, tile_max);
       bool moved = move(tile_max, mma.rows_of_o(), moves, scale_log2);
       if (moved) exponentiate(scores, shift, mma.tOrP, tile_sum, scale_log2);
     }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+    for_rows([&](int r) { sum[r] += tile_sum[r]; });
   }
 
   // The factor that converts a sum relative to `from` into one relative to `to`.
@@ -147,8 +150,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // The lanes of a row may have different shifts, so they come before the quad's maximum.
   CUTE_DEVICE static void maxima(const auto& scores, const auto& shift, float (&result)[kRows]) {
     thread_maxima(scores, result);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
+    for_rows([&](int r) { result[r] = quad_max(shift.add_to(r, result[r])); });
   }
 
  protected:
@@ -165,16 +167,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     Tensor words = recast<cutlass::Array<Element, kWord>>(p);
     cutlass::NumericArrayConverter<Element, float, kWord> convert;
     float offset[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
       if (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
-    }
+    });
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); c += kWord) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
+      for_rows([&](int r) {
         cutlass::Array<float, kWord> x;
         CUTE_UNROLL
         for (int i = 0; i < kWord; ++i) {
@@ -182,7 +182,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
           tile_sum[r] += x[i];
         }
         words(c / kWord * kRows + r) = convert(x);
-      }
+      });
     }
   }
   CUTE_DEVICE void exponentiate(const auto& scores, const auto& shift, auto& p,
@@ -217,11 +217,10 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
   CUTE_DEVICE void init_row_max(const float (&tile_max)[kRows]) {
     bool missing = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       if (reference[r] == -INFINITY) reference[r] = tile_max[r];
       missing |= reference[r] == -INFINITY;
-    }
+    });
     has_row_max = !__any_sync(0xffffffffu, missing);
   }
 };
