@@ -28,7 +28,7 @@ struct DecodeMerge {
     RowTarget target;  // one warp writes the LSE
     if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
     ScoreCoordinates<Traits> of_item{ItemView::of(params, state), 0, state.tiles.begin};
-    auto ready = epilogue().prepare(whole, bias, of_item, target);
+    auto ready = epilogue().prepare(products, whole, bias, of_item, target);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (r * Traits::kMergedRows >= state.num_rows) break;

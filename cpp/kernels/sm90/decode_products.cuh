@@ -111,6 +111,8 @@ struct DecodeProducts {
     return make_tensor(out.data(), as_rows_and_columns(out.layout()));
   }
 
+  CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
+
   // S = Q K^T. k: the slice
   template <DType kFrom>
   CUTE_DEVICE void multiply_qk(const DecodeQuery<Traits>& q, const unsigned char* k) {

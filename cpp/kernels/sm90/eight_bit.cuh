@@ -50,7 +50,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     *this = {};
     maxima(mma.rows_of_s(), shift, reference);
   }
-  CUTE_DEVICE void make_first(auto& mma, const auto& shift, const auto& segment) {
+  CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment) {
     float tile_sum[kRows];
     exponentiate(mma.rows_of_s(), shift, mma.tOrP, tile_sum, segment.logits.scale_log2);
     for_rows([&](int r) { sum[r] += kAddsWeights ? tile_sum[r] : 0.0f; });
@@ -100,7 +100,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     });
   }
   CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment, const auto&) {
-    make_first(mma, shift, segment);
+    update(mma, shift, segment);
   }
 
  private:

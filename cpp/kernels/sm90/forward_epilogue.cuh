@@ -63,9 +63,10 @@ struct ForwardEpilogue : ItemView {
   };
 
   // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
-  CUTE_DEVICE Prepared prepare(const SpeculativeSoftmax& softmax, const auto& bias,
+  CUTE_DEVICE Prepared prepare(auto& mma, auto& softmax, const auto& bias,
                                const ScoreCoordinates<Traits>& coordinates,
                                const RowTarget& target) const {
+    mma.prepare_o(softmax, params);
     RowResult result[2];
     auto missing = bias.missing(coordinates);
     for_rows([&](int r) {
@@ -97,9 +98,10 @@ struct ForwardEpilogue : ItemView {
     return ready;
   }
 
-  // accumulator: ((2, 2, N / 8), 1, 1), the sum over the item's keys: O, and row sums if any.
-  // staging: this warp's [16, kColumns]
-  CUTE_DEVICE void store(Prepared ready, auto& accumulator, Element* staging) const {
+  // mma: the sum over the item's keys, O and row sums if any. staging: this warp's [16, kColumns]
+  CUTE_DEVICE void store(Prepared ready, auto& mma, Element* staging) const {
+    mma.finish_o();
+    auto& accumulator = mma.tOrO;  // ((2, 2, N / 8), 1, 1)
     Tensor tOrO = make_tensor(accumulator.data(), columns_of_o(accumulator.layout()));
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     if constexpr (Traits::kRowSumColumns > 0) {

@@ -29,7 +29,7 @@ struct ForwardMainloop : ItemLoop<Traits, ForwardMainloop<Traits>, MmaOf<Traits>
     constexpr bool kSoftmaxFirst = s.kFirst && Traits::kSoftmaxBeforeStore;
     if constexpr (kQk) {
       mma.issue_qk();  // K(t) has arrived, and it is this warpgroup's turn
-      if constexpr (!s.kFirst) this->scores.bias.issue(this->smem, mma.tSrS);
+      if constexpr (!s.kFirst) this->scores.issue_bias(mma);
     }
     if constexpr (kPv) mma.issue_pv();  // V(t - 1) has arrived
     if constexpr (kQk) mma.order_barrier_arrive();

@@ -137,8 +137,8 @@ struct ItemLoop {
 
   // S is complete. Sets the rows' first references, which does not need O.
   CUTE_DEVICE void finish_scores(const First& s) {
-    scores.finish_first(at(s.item)(s.tile), mma.rows_of_s());
-    mask.apply_first(s.item, s.tile, at(s.item), s.ahead, mma.rows_of_s());
+    scores.finish(at(s.item)(s.tile), mma);
+    mask.apply(s.item, s.tile, at(s.item), mma, s.ahead);
     softmax.begin(mma, scores.bias.shift(s.tile), segment(s.item));
     mma.begin_item(smem.items[s.item.slot]);
   }
@@ -146,13 +146,13 @@ struct ItemLoop {
     // Steps without P V, before skipped tiles, allow no softmax that does something here.
     static_assert(Traits::kVariant.sparsity == Sparsity::kDense ||
                   is_same_v<SoftmaxOf<Traits>, SpeculativeSoftmax>);
-    scores.finish(segment(s.item), mma.rows_of_s());
+    scores.finish(segment(s.item), mma);
     softmax.before_o(mma, scores.bias.shift(s.tile), segment(s.item), mask_of(s));
   }
 
   // P of S, unless the tile is skipped.
   CUTE_DEVICE void exponentiate(const First& s) {
-    softmax.make_first(mma, scores.bias.shift(s.tile), segment(s.item));
+    softmax.update(mma, scores.bias.shift(s.tile), segment(s.item));
   }
   CUTE_DEVICE void exponentiate(const Later& s) {
     if (mask.skips()) return;
@@ -163,8 +163,7 @@ struct ItemLoop {
   CUTE_DEVICE void finish_o(const Later& o) { softmax.after_o(mma, segment(o.item)); }
   CUTE_DEVICE void finish_o(const Last& o) {
     for (int i = 0; i < o.skipped_v; ++i) mma.skip_v();
-    mma.finish_o();
-    epilogue(o.item).store(o.ready, mma.tOrO, smem.o[warp()]);
+    epilogue(o.item).store(o.ready, mma, smem.o[warp()]);
     // The first warpgroup's rows always exist.
     if (warpgroup == 0 && thread == 0) timer.stop(params, smem.items[o.item.slot]);
     release_item(o.item);
@@ -272,12 +271,11 @@ struct ItemLoop {
     if (mask.begin(item, at(item))) transition = prepare_transition(item);
   }
   CUTE_DEVICE auto mask_of(const Later& s) {
-    return [this, s] { return mask.apply(s.item, s.tile, at(s.item), mma.rows_of_s()); };
+    return [this, s] { return mask.apply(s.item, s.tile, at(s.item), mma); };
   }
 
   CUTE_DEVICE Prepared prepare_o(const Item& item, const Transition& transition) {
-    mma.prepare_o(softmax, segment(item));
-    return epilogue(item).prepare(softmax, scores.bias, at(item)(item.own.begin),
+    return epilogue(item).prepare(mma, softmax, scores.bias, at(item)(item.own.begin),
                                   transition.target);
   }
   CUTE_DEVICE ItemView view(const Item& item) const {

@@ -1,7 +1,7 @@
 // The tiles of keys of an item as a consumer warpgroup goes through them, from the highest down,
 // and their masks: policies, of which MaskOf is the variant's. at(tile): coordinates of an item's
 // tile.
-//   look_ahead()   the item comes next: returns an argument of apply_first()
+//   look_ahead()   the item comes next: returns an argument of apply()
 //   take_first()   the item begins; returns its first tile
 //   begin()        while the products of the first step run; returns true if this step also
 //   prepares
@@ -39,14 +39,14 @@ struct BoundsMask {
     if (Traits::kPreparesInLastStep && tile >= item.own.begin) step(tile, prepare);
   }
 
-  CUTE_DEVICE static void apply_first(const auto& item, int tile, const auto&, const Ahead& mask,
-                                      auto&& scores) {
-    if (item.own.needs_mask(tile)) mask.apply(scores);
+  CUTE_DEVICE static void apply(const auto& item, int tile, const auto&, auto& mma,
+                                const Ahead& mask) {
+    if (item.own.needs_mask(tile)) mask.apply(mma.rows_of_s());
   }
   // Returns true if the bounds cut the tile.
-  CUTE_DEVICE static bool apply(const auto& item, int tile, const auto& at, auto&& scores) {
+  CUTE_DEVICE static bool apply(const auto& item, int tile, const auto& at, auto& mma) {
     const bool needed = item.own.needs_mask(tile);
-    if (needed) Mask::of_bounds(at(tile)).apply(scores);
+    if (needed) Mask::of_bounds(at(tile)).apply(mma.rows_of_s());
     return needed;
   }
   CUTE_DEVICE static constexpr bool skips() { return false; }
@@ -90,12 +90,8 @@ struct CustomMask {
     });
   }
 
-  CUTE_DEVICE void apply_first(const auto& item, int tile, const auto& at, const Ahead&,
-                               auto&& scores) const {
-    apply(item, tile, at, scores);
-  }
-  CUTE_DEVICE void apply(const auto&, int, const auto&, auto&& scores) const {
-    if (!tile.is_full()) tile_mask.apply(scores);
+  CUTE_DEVICE void apply(const auto&, int, const auto&, auto& mma, const auto&...) const {
+    if (!tile.is_full()) tile_mask.apply(mma.rows_of_s());
   }
   CUTE_DEVICE static constexpr bool skips() { return false; }
 
@@ -140,19 +136,18 @@ struct SkippingMask : BoundsMask<Traits> {
   RunningMaxima<2> maxima;
   bool skips_latest = false;
 
-  CUTE_DEVICE void apply_first(const auto& item, int tile, const auto& at, const auto& ahead,
-                               auto&& scores) {
-    Base::apply_first(item, tile, at, ahead, scores);
+  CUTE_DEVICE void apply(const auto& item, int tile, const auto& at, auto& mma, const auto& ahead) {
+    Base::apply(item, tile, at, mma, ahead);
     const ScoreCoordinates<Traits> first = at(tile);
     maxima = RunningMaxima<2>::of(first.params, first.request,
                                   [&](int r) { return first.row(r) < first.num_rows; });
-    has_weight(scores);
+    has_weight(mma.rows_of_s());
     skips_latest = false;
   }
-  CUTE_DEVICE bool apply(const auto& item, int tile, const auto& at, auto&& scores) {
-    const bool masked = Base::apply(item, tile, at, scores);
+  CUTE_DEVICE bool apply(const auto& item, int tile, const auto& at, auto& mma) {
+    const bool masked = Base::apply(item, tile, at, mma);
     const bool stays = Base::is_last(item, tile);
-    skips_latest = !any_of_warpgroup(has_weight(scores) || stays, at.warpgroup());
+    skips_latest = !any_of_warpgroup(has_weight(mma.rows_of_s()) || stays, at.warpgroup());
     return masked;
   }
   CUTE_DEVICE bool skips() const { return skips_latest; }

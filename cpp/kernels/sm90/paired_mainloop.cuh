@@ -148,7 +148,7 @@ struct PairedMainloop : ItemLoop<Traits, PairedMainloop<Traits>, PairedMma<Trait
     constexpr bool kPv = kWork != Work::kQk;
     if constexpr (kQk) {
       mma.issue_qk();
-      if constexpr (!s.kFirst) this->scores.bias.issue(this->smem, mma.tSrS);
+      if constexpr (!s.kFirst) this->scores.issue_bias(mma);
     }
     if constexpr (kPv) mma.issue_pv();  // of this CTA's keys, and then of the other's
     if constexpr (kPv && kQk && !s.kFirst) mma.release_p_mailbox();

@@ -207,19 +207,22 @@ struct Scores {
       if (any_factor) for_each_element(scores, [&](int r, int, float& x) { x *= factor[r]; });
     }
   }
-  // scores: (row, column) view of a whole accumulator.
-  CUTE_DEVICE void finish(const HopperSegment& segment, auto&& scores) const {
+  // mma: S, to which issue_bias() adds while the products run.
+  CUTE_DEVICE void issue_bias(auto& mma) const { bias.issue(mma.smem, mma.tSrS); }
+  CUTE_DEVICE void finish(const HopperSegment& segment, auto& mma) const {
+    auto scores = mma.rows_of_s();
     multiply(scores);
     if constexpr (Traits::kCaps && !Traits::kCapsInSoftmax) {
       segment.cap.apply(scores, segment.logits);
     }
     bias.add_to(scores);
   }
-  CUTE_DEVICE void finish_first(const Coordinates& coordinates, auto&& scores) const {
-    const HopperSegment& segment = coordinates.params;
-    if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(scores, segment.logits);
-    finish(segment, scores);
-    bias.add_to_first(coordinates, scores);
+  // Of an item's first tile.
+  CUTE_DEVICE void finish(const Coordinates& first, auto& mma) const {
+    const HopperSegment& segment = first.params;
+    if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(mma.rows_of_s(), segment.logits);
+    finish(segment, mma);
+    bias.add_to_first(first, mma.rows_of_s());
   }
 };
 

@@ -108,8 +108,8 @@ struct CappedSoftmax : SpeculativeSoftmax {
     CUTE_UNROLL
     for (float& of_row : reference) of_row = segment.cap.reference;
   }
-  CUTE_DEVICE void make_first(auto& mma, const NoShift& shift, const auto& segment) {
-    if (!segment.cap.is_bounded()) return SpeculativeSoftmax::make_first(mma, shift, segment);
+  CUTE_DEVICE void update(auto& mma, const NoShift& shift, const auto& segment) {
+    if (!segment.cap.is_bounded()) return SpeculativeSoftmax::update(mma, shift, segment);
     exponentiate_capped<true>(mma, sum, segment.logits.scale_log2);
   }
   // Masks nothing: a mask would come between the second half and the exponentials.

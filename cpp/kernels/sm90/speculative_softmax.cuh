@@ -81,7 +81,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   bool has_row_max = false;  // every row of the warp has a reference
 
-  // The hooks of a tile: begin() and make_first() of an item's first one, before_o(), after_o() and
+  // The hooks of a tile: begin() and update() of an item's first one, before_o(), after_o() and
   // update() of a later one. mma: S, O and P, of which S lacks `shift`, and O the tile. mask():
   // masks S, and returns true if any of it was masked.
 
@@ -92,7 +92,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     maxima(mma.rows_of_s(), shift, tile_max);
     init_row_max(tile_max);
   }
-  CUTE_DEVICE void make_first(auto& mma, const auto& shift, const auto& segment) {
+  CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment) {
     exponentiate(mma.rows_of_s(), shift, mma.tOrP, sum, segment.logits.scale_log2);
   }
 
