@@ -54,7 +54,7 @@ template <class Traits, class Announces, class Loader, class LoadQ>
 CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, Loader&& loader,
                             const LoadQ& load_q) {
   ItemReader<Traits> items{smem};
-  TileStream<Traits, Announces> tiles(smem, announces);
+  TileStream<Traits, Announces> tiles{smem, announces};
   // announce_item() is large, so it is inlined once.
   for (bool runs_ahead = announces.kRunsAhead;; runs_ahead = false) {
     announces.announce_item();

@@ -60,7 +60,7 @@ struct CustomMask {
 
   MaskTile tile = {};   // the step's
   Mask tile_mask = {};  // of a partial tile
-  MaskTileConsumer<ConsumerPipelineState<Traits::kTileSlots>> reader = {};
+  ConsumerPipelineState<Traits::kTileSlots> read = {};
   MaskTile ahead = {};  // the next one
   typename Mask::RawBits ahead_bits = {};
 
@@ -68,7 +68,7 @@ struct CustomMask {
 
   CUTE_DEVICE Ahead look_ahead(const auto& item, const auto& at) {
     if (!item.any()) return {};
-    ahead = reader.take(at.smem());
+    ahead = take_mask_tile(at.smem(), read);
     if (!ahead.is_full()) ahead_bits = Mask::read_bits(at(ahead.index()));
     return {};
   }

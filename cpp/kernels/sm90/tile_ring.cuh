@@ -1,6 +1,7 @@
-// The pipeline of the full and partial KV tiles of a custom mask (preflash/mask_tiles.h). One
-// producer warp announces them, from an item's highest keys down; loading warps and consumers read
-// that, each at its own pace.
+// The KV tiles of an item: the full and partial tiles of a custom mask (preflash/mask_tiles.h),
+// which one producer warp announces and loading warps and consumers read, each at its own pace; the
+// rings of K and V as producer warps fill them; and an item's tiles as every loading warp takes
+// them, from the highest keys down.
 #pragma once
 
 #include "kernels/sm90/work_items.cuh"
@@ -102,27 +103,20 @@ struct MaskTileProducer : ItemProducer<Traits> {
   }
 };
 
-template <class PipelineState>
-struct MaskTileConsumer {
-  PipelineState read = {};
-
-  template <class Traits>
-  CUTE_DEVICE MaskTile take(SharedStorage<Traits>& smem) {
-    int slot = read.index();
-    smem.kept.ring.full[slot].wait(read.phase());
-    order_memory_accesses();
-    MaskTile kept{warp_uniform(smem.kept.tiles[slot].word)};
-    // NOTE: lane 0 releases the slot after every lane's read: a shuffle orders no memory accesses,
-    // __syncwarp() does.
-    __syncwarp();
-    release(smem.kept.ring.empty[slot]);
-    read.advance();
-    return kept;
-  }
-};
-
-// The rings of K and V as producer warps fill them: whole tiles of each, or slices of both; and the
-// KV tiles of one item as every loading warp takes them, from the highest keys down.
+// Waits for the next announcement. read: a pipeline state.
+template <class Traits>
+CUTE_DEVICE MaskTile take_mask_tile(SharedStorage<Traits>& smem, auto& read) {
+  int slot = read.index();
+  smem.kept.ring.full[slot].wait(read.phase());
+  order_memory_accesses();
+  MaskTile kept{warp_uniform(smem.kept.tiles[slot].word)};
+  // NOTE: lane 0 releases the slot after every lane's read: a shuffle orders no memory accesses,
+  // __syncwarp() does.
+  __syncwarp();
+  release(smem.kept.ring.empty[slot]);
+  read.advance();
+  return kept;
+}
 
 enum class Operand { kK, kV };
 
@@ -198,10 +192,10 @@ inline constexpr int kNoTile = -1;
 // All tiles that the bounds leave.
 template <class Traits, class Announces>
 struct DenseTileStream {
+  SharedStorage<Traits>& smem;
+  Announces& announces;
   int begin;
   int tile;
-
-  CUTE_DEVICE DenseTileStream(SharedStorage<Traits>&, Announces&) {}
 
   CUTE_DEVICE int first(const ItemState& state) {
     begin = warp_uniform(state.tiles.begin);
@@ -215,11 +209,8 @@ template <class Traits, class Announces>
 struct MaskTileStream {
   SharedStorage<Traits>& smem;
   Announces& announces;
-  MaskTileConsumer<ProducerPipelineState<Traits::kTileSlots>> reader = {};
+  ProducerPipelineState<Traits::kTileSlots> read = {};
   bool is_last;  // the tile taken last
-
-  CUTE_DEVICE MaskTileStream(SharedStorage<Traits>& smem, Announces& announces)
-      : smem(smem), announces(announces) {}
 
   CUTE_DEVICE int first(const ItemState&) { return take(); }
   CUTE_DEVICE int next() { return is_last ? kNoTile : take(); }
@@ -227,7 +218,7 @@ struct MaskTileStream {
  private:
   CUTE_DEVICE int take() {
     announces.announce_tile();
-    MaskTile tile = reader.take(smem);
+    MaskTile tile = take_mask_tile(smem, read);
     is_last = tile.is_last();
     return tile.index();
   }
