@@ -217,7 +217,7 @@ struct Scores {
     }
     bias.add_to(scores);
   }
-  // Of an item's first tile.
+  // The form for an item's first tile.
   CUTE_DEVICE void finish(const Coordinates& first, auto& mma) const {
     const HopperSegment& segment = first.params;
     if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(mma.rows_of_s(), segment.logits);
