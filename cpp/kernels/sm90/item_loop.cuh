@@ -51,7 +51,7 @@ struct ItemLoop {
     Item item = read_item(0);
     Ahead ahead = mask.look_ahead(item, at(item));
     while (item.any()) {
-      if (item.idle) {
+      if (Traits::kMayIdle && item.idle) {
         item = stay_idle(item);
         ahead = mask.look_ahead(item, at(item));
         continue;
@@ -63,7 +63,7 @@ struct ItemLoop {
         // NOTE: this warpgroup passes its turns at the tiles that it skips before it waits for the
         // next Q: the others release Q only after their turns.
         const Item& next = transition.next;
-        if (item.skipped_last > 0 || !next.any() || next.idle) break;
+        if (item.skipped_last > 0 || !next.any() || (Traits::kMayIdle && next.idle)) break;
         Transition next_transition = next_item_step(item, transition);
         item = transition.next;
         transition = next_transition;
