@@ -21,11 +21,14 @@ template <class Traits>
 struct BoundsMask {
   using Mask = TileMask<Traits>;
 
-  using Ahead = Mask;  // of an item's first tile
+  // State of an item's first step.
+  struct Ahead {
+    Mask mask = {};
+  };
 
   CUTE_DEVICE static Ahead look_ahead(const auto& item, const auto& at) {
     if (!item.any() || !item.own.needs_mask(take_first(item))) return {};
-    return Mask::of_bounds(at(take_first(item)));
+    return {Mask::of_bounds(at(take_first(item)))};
   }
   CUTE_DEVICE static int take_first(const auto& item) { return item.own.end - 1; }
   CUTE_DEVICE static bool begin(const auto& item, const auto&) {
@@ -40,8 +43,8 @@ struct BoundsMask {
   }
 
   CUTE_DEVICE static void apply(const auto& item, int tile, const auto&, auto& mma,
-                                const Ahead& mask) {
-    if (item.own.needs_mask(tile)) mask.apply(mma.rows_of_s());
+                                const Ahead& ahead) {
+    if (item.own.needs_mask(tile)) ahead.mask.apply(mma.rows_of_s());
   }
   // Returns true if the bounds cut the tile.
   CUTE_DEVICE static bool apply(const auto& item, int tile, const auto& at, auto& mma) {
