@@ -27,8 +27,8 @@ struct DecodeMerge {
     SpeculativeSoftmax whole = merged(softmax, part);
     RowTarget target;  // one warp writes the LSE
     if (warp == 0) target = epilogue().target_of(lane_id() % kWarpRows);
-    ScoreCoordinates<Traits> of_item{params, state, 0, state.tiles.begin};
-    auto ready = epilogue().prepare(whole, bias, of_item, target);
+    ScoreCoordinates<Traits> of_item{ItemView::of(params, state), 0, state.tiles.begin};
+    auto ready = epilogue().prepare(products, whole, bias, of_item, target);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       if (r * Traits::kMergedRows >= state.num_rows) break;
@@ -44,19 +44,17 @@ struct DecodeMerge {
   CUTE_DEVICE static int row_of(int r) { return lane_id() / 4 + r * 8; }
 
   CUTE_DEVICE void share(const SpeculativeSoftmax& softmax) const {
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       float total = SpeculativeSoftmax::quad_sum(softmax.sum[r]);
       if (lane_id() % 4 == 0) smem.rows[warp][row_of(r)] = {softmax.reference[r], total};
-    }
+    });
   }
   // The softmax over the keys of all warps. part: the factors of this warp's part of O.
   CUTE_DEVICE SpeculativeSoftmax merged(const SpeculativeSoftmax& softmax,
                                         float (&part)[kRows]) const {
     const float scale_log2 = params.logits.scale_log2;
     SpeculativeSoftmax whole;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       RowState rows[Traits::kWarps];
       CUTE_UNROLL
       for (int w = 0; w < Traits::kWarps; ++w) {
@@ -73,12 +71,10 @@ struct DecodeMerge {
       whole.sum[r] = lane_id() % 4 == 0 ? total : 0.0f;
       part[r] = SpeculativeSoftmax::change_of_reference(softmax.reference[r], whole.reference[r],
                                                         scale_log2);
-    }
+    });
     return whole;
   }
-  CUTE_DEVICE ForwardEpilogue<Traits> epilogue() const {
-    return {params, state.item, state.request, state.num_rows};
-  }
+  CUTE_DEVICE ForwardEpilogue<Traits> epilogue() const { return {ItemView::of(params, state)}; }
 
   // Four columns of a row. The turn spreads the lanes of a quad, whose columns lie 32 apart, over
   // the banks.
@@ -137,8 +133,7 @@ struct DecodeWarp {
   DecodeProducts<Traits> products;
   SpeculativeSoftmax softmax = {};
   DecodeQuery<Traits> query;
-  ScoreBias<Traits> bias;
-  HeadFactors<Traits> factors;
+  Scores<Traits> scores;
   int stage = 0;  // of the slice to be computed next
   ItemTimer timer;
 
@@ -159,16 +154,15 @@ struct DecodeWarp {
       if (state.tiles.count() > 0) {
         run_item(state);
       } else if (warp == 0) {
-        Epilogue{segment(), state.item, state.request, state.num_rows}.run_empty();
+        ForwardEpilogue<Traits>{view(state)}.run_empty();
       }
       if (threadIdx.x == 0) timer.stop(params, index, state.item);
     }
   }
 
  private:
-  using Epilogue = ForwardEpilogue<Traits>;
-
   CUTE_DEVICE const HopperSegment& segment() const { return params.segments[0]; }
+  CUTE_DEVICE ItemView view(const ItemState& state) const { return ItemView::of(segment(), state); }
 
   CUTE_DEVICE void run_item(const ItemState& state) {
     begin_item(state);
@@ -184,14 +178,12 @@ struct DecodeWarp {
       }
       stage = stage + 1 == Traits::kStages ? 0 : stage + 1;
     }
-    DecodeMerge<Traits>{smem, segment(), state, warp}.run(softmax, bias, products);
+    DecodeMerge<Traits>{smem, segment(), state, warp}.run(softmax, scores.bias, products);
   }
 
   CUTE_DEVICE void begin_item(const ItemState& state) {
-    Coordinates of_item{segment(), state, 0, state.tiles.begin};
-    query.load(segment(), state);
-    bias = ScoreBias<Traits>::of(of_item);
-    factors = HeadFactors<Traits>::of(of_item, [&](int r) { return query.factor[r]; });
+    query.load(view(state));
+    scores = Scores<Traits>::of(Coordinates{view(state), 0, state.tiles.begin}, query);
     softmax = {};
     clear(products.out);
   }
@@ -201,16 +193,15 @@ struct DecodeWarp {
     const unsigned char* k = smem.ring[warp][stage];
     products.template multiply_qk<kFrom>(query, k);
     auto rows_of_s = products.rows_of_s();
-    factors.apply(rows_of_s);
+    scores.multiply(rows_of_s);
     if (!Traits::kOptionsAtRunTime || segment().soft_cap > 0.0f) {
       transform_logits<Traits::kVariant.logits>(rows_of_s, segment().logits);
     }
-    bias.add_to(rows_of_s);
+    scores.bias.add_to(rows_of_s);
     if (state.tiles.needs_mask(slice)) {
-      TileMask<Traits>::of_bounds(Coordinates{segment(), state, 0, slice}).apply(rows_of_s);
+      TileMask<Traits>::of_bounds(Coordinates{view(state), 0, slice}).apply(rows_of_s);
     }
-    auto rows_of_o = products.rows_of_o();
-    softmax.update(rows_of_s, bias.shift(slice), products.weights, rows_of_o, segment(), [] {});
+    softmax.update(products, scores.bias.shift(slice), segment(), [] {});
     products.template multiply_pv<kFrom>(k + Traits::kSliceBytesK);
   }
 };

@@ -28,11 +28,10 @@ struct DecodeQuery {
     return (piece * kStepsOfPiece + step % kStepsOfPiece) * 4;
   }
 
-  CUTE_DEVICE void load(const HopperSegment& params, const ItemState& state) {
-    auto load_rows = [&](auto from) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) load_row<from>(params, state, r);
-    };
+  CUTE_DEVICE float scale(const auto&, int r) const { return factor[r]; }
+  CUTE_DEVICE void load(const ItemView& item) {
+    const HopperSegment& params = item.params;
+    auto load_rows = [&](auto from) { for_rows([&](int r) { load_row<from>(item, r); }); };
     if (Traits::kConverts && params.q_dtype == DType::kFloat8E4M3) {
       load_rows(C<DType::kFloat8E4M3>{});
     } else if (Traits::narrows_query(params.q_dtype)) {
@@ -44,18 +43,19 @@ struct DecodeQuery {
 
  private:
   template <DType kFrom>
-  CUTE_DEVICE void load_row(const HopperSegment& params, const ItemState& state, int r) {
+  CUTE_DEVICE void load_row(const ItemView& item, int r) {
+    const HopperSegment& params = item.params;
     int row = lane_id() / 4 + r * 8;
-    const PackedRow packed = unpack_row(params, state.item.row_begin + row);
-    const std::int64_t token = std::int64_t{state.request.qo_begin} + packed.token;
-    const std::int64_t offset = token * params.q.stride_token +
-                                query_head(params, state.item, packed) * params.q.stride_head;
+    const PackedRow packed = item.packed(row);
+    const std::int64_t token = std::int64_t{item.request.qo_begin} + packed.token;
+    const std::int64_t offset =
+        token * params.q.stride_token + item.query_head(packed) * params.q.stride_head;
     const auto* source = static_cast<const unsigned char*>(params.q.data) + offset * size_of(kFrom);
     FourStored<kFrom> stored[kSteps];
     CUTE_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       stored[step] = {};
-      if (row < state.num_rows && dimension(step) < params.head_dim_qk) {
+      if (row < item.num_rows && dimension(step) < params.head_dim_qk) {
         stored[step] = __ldg(
             reinterpret_cast<const FourStored<kFrom>*>(source + dimension(step) * size_of(kFrom)));
       }
@@ -100,7 +100,7 @@ struct DecodeProducts {
       decltype(make_tensor<typename Traits::ElementP>(as_operand_a(LayoutC<kKeyBlocks>{})));
 
   AccumulatorS scores;
-  OperandP weights;
+  OperandP tOrP;
   AccumulatorO out;
 
   // (rows, columns) of this lane
@@ -110,6 +110,8 @@ struct DecodeProducts {
   CUTE_DEVICE auto rows_of_o() {
     return make_tensor(out.data(), as_rows_and_columns(out.layout()));
   }
+
+  CUTE_DEVICE static void prepare_o(const auto&, const auto&) {}
 
   // S = Q K^T. k: the slice
   template <DType kFrom>
@@ -140,7 +142,7 @@ struct DecodeProducts {
   template <DType kFrom>
   CUTE_DEVICE void multiply_pv(const unsigned char* v) {
     using Places = SlicePlaces<Traits::kHeadVo * kBytes>;
-    Tensor p = recast<std::uint32_t>(weights);
+    Tensor p = recast<std::uint32_t>(tOrP);
     CUTE_UNROLL
     for (int step = 0; step < Traits::kTileN / 16; ++step) {
       CUTE_UNROLL

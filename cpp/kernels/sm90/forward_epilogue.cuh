@@ -1,5 +1,5 @@
 // The epilogue writes the accumulators to o and lse, or to split-KV partials. Each warp stores its
-// 16 rows through shared memory of its own, so it needs no barrier beyond the warp.
+// 16 rows through shared memory of its own.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -29,14 +29,9 @@ CUTE_DEVICE void store_e4m3(std::uint8_t* target, float2 x) {
 }
 
 template <class Traits>
-struct ForwardEpilogue {
+struct ForwardEpilogue : ItemView {
   using Element = typename Traits::ElementO;
   static constexpr int kColumns = kBlockColumns<Element>;  // stored at a time
-
-  const HopperSegment& params;
-  const WorkItem& item;
-  const RequestInfo& request;
-  int num_rows;
 
   CUTE_DEVICE RowTarget target_of(int row) const {
     if (row >= num_rows) return {};
@@ -45,9 +40,9 @@ struct ForwardEpilogue {
       float* o = params.partial_o + partial * params.head_dim_vo + first_column();
       return {o, first_column() == 0 ? params.partial_lse + partial : nullptr};
     }
-    PackedRow packed = unpack_row(params, item.row_begin + row);
-    std::int64_t token = request.qo_begin + packed.token;
-    int head = query_head(params, item, packed);
+    const PackedRow of_row = packed(row);
+    std::int64_t token = request.qo_begin + of_row.token;
+    int head = query_head(of_row);
     RowTarget target;
     target.o = static_cast<char*>(params.o.data) +
                (token * params.o.stride_token + head * params.o.stride_head + first_column()) *
@@ -68,36 +63,33 @@ struct ForwardEpilogue {
   };
 
   // Computes and stores all but O, while the item's last product runs. target: as Prepared::o.
-  CUTE_DEVICE Prepared prepare(const SpeculativeSoftmax& softmax, const auto& bias,
+  CUTE_DEVICE Prepared prepare(auto& mma, auto& softmax, const auto& bias,
                                const ScoreCoordinates<Traits>& coordinates,
                                const RowTarget& target) const {
+    mma.prepare_o(softmax, params);
     RowResult result[2];
     auto missing = bias.missing(coordinates);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       result[r] = softmax.template finish<Traits::kVariant.q_dtype>(
           r, missing, params.logits.scale_log2, params.lse.form);
-    }
+    });
     Prepared ready;
     if constexpr (Traits::kRowSumColumns > 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
+      for_rows([&](int r) {
         const float logit = adds_keyless() ? sink(params.extras, coordinates.head(r)) : -INFINITY;
         ready.keyless[r] = softmax.template weight_of<Traits::kVariant.q_dtype>(
             r, logit, params.logits.scale_log2);
-      }
+      });
     }
     if (adds_keyless()) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) add_keyless(result[r], params, coordinates.head(r));
+      for_rows([&](int r) { add_keyless(result[r], params, coordinates.head(r)); });
     }
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       ready.factor[r] = result[r].factor * out_scale();
       // A huge row's P may all be rounded to 0, which does not make it a row without keys.
       ready.empty[r] =
           Traits::kRowSumColumns > 0 ? softmax.reference[r] == -INFINITY : result[r].empty;
-    }
+    });
     ready.o = target.o;
     // No branch around the shuffles: it would cost registers on the way to the next item.
     PartialLse value{.high = of_row(result[0].lse.high, result[1].lse.high),
@@ -106,21 +98,21 @@ struct ForwardEpilogue {
     return ready;
   }
 
-  // accumulator: ((2, 2, N / 8), 1, 1), the sum over the item's keys: O, and row sums if any.
-  // staging: this warp's [16, kColumns]
-  CUTE_DEVICE void store(Prepared ready, auto& accumulator, Element* staging) const {
+  // mma: the sum over the item's keys, O and row sums if any. staging: this warp's [16, kColumns]
+  CUTE_DEVICE void store(Prepared ready, auto& mma, Element* staging) const {
+    mma.finish_o();
+    auto& accumulator = mma.tOrO;  // ((2, 2, N / 8), 1, 1)
     Tensor tOrO = make_tensor(accumulator.data(), columns_of_o(accumulator.layout()));
     auto rows_of_o = make_tensor(tOrO.data(), as_rows_and_columns(tOrO.layout()));
     if constexpr (Traits::kRowSumColumns > 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
+      for_rows([&](int r) {
         // Columns of one number: every lane of the quad has the row's sum.
         const float total =
             __fmul_rn(accumulator(size(tOrO) + 2 * r), 1.0f / Traits::kRowSumFactor);
         ready.empty[r] &= total == 0.0f;
         ready.factor[r] =
             ready.empty[r] ? 0.0f : reciprocal_approx(total + ready.keyless[r]) * out_scale();
-      }
+      });
     }
     // + 0: a zero is +0, as in rows that are merged from chunks.
     for_each_element(rows_of_o, [&](int r, int, float& x) { x = fmaf(x, ready.factor[r], 0.0f); });
@@ -160,8 +152,7 @@ struct ForwardEpilogue {
       RowTarget target = target_of(row);
       float lse = -INFINITY;
       if (adds_keyless() && params.lse.form == LseForm::kLogSum) {
-        int head = query_head(params, item, unpack_row(params, item.row_begin + row));
-        lse = sink(params.extras, head);
+        lse = sink(params.extras, query_head(packed(row)));
       }
       if (lane_id() == 0) store_lse(target, {.high = 0.0f, .low = lse});
       for (int column = lane_id() * 4; column < num_columns(); column += 128) {

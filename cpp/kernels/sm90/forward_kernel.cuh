@@ -5,9 +5,10 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "kernels/common/dependent_launch.cuh"
+#include "kernels/sm90/eight_bit.cuh"
 #include "kernels/sm90/forward_mainloop.cuh"
 #include "kernels/sm90/load_converted.cuh"
-#include "kernels/sm90/transpose_values.cuh"
+#include "kernels/sm90/paired_mainloop.cuh"
 
 namespace preflash::sm90 {
 
@@ -48,12 +49,12 @@ struct LeaderAnnounces {
 };
 
 // Loads a CTA's items by one warp. A loader's load_item() calls its third argument, which loads Q,
-// once the first tile (of K) has been requested.
+// once the first tile (of K) has been requested, and drain() publishes what is still in flight.
 template <class Traits, class Announces, class Loader, class LoadQ>
 CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, Loader&& loader,
                             const LoadQ& load_q) {
   ItemReader<Traits> items{smem};
-  TileStream<Traits, Announces> tiles(smem, announces);
+  TileStream<Traits, Announces> tiles{smem, announces};
   // announce_item() is large, so it is inlined once.
   for (bool runs_ahead = announces.kRunsAhead;; runs_ahead = false) {
     announces.announce_item();
@@ -63,7 +64,7 @@ CUTE_DEVICE void load_items(SharedStorage<Traits>& smem, Announces&& announces, 
     loader.load_item(*state, tiles, [&] { load_q(*state); });
     items.release();
   }
-  if constexpr (requires { loader.drain(); }) loader.drain();
+  loader.drain();
 }
 
 // Load targets: the tiles and slices that the products read, or raw ones that are converted.
@@ -139,28 +140,26 @@ CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage
                                    int begin, int end, bool gather, int warpgroup) {
   const auto& segment = params.segments[0];
   constexpr int kBoth = 2 * Traits::kProducerRegisters;
-  if constexpr (Traits::kSliced) {
-    if (!loads_raw<Traits>(segment)) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-      using Loader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
-      return produce_together<Traits, Loader>(params, smem, begin, end);
-    }
-  }
   constexpr int kLoader = Traits::kProducerRegisters == 32 ? 24 : 32;
-  if (warpgroup == 1) {
+  if (!loads_raw<Traits>(segment)) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    using Loader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
+    if constexpr (Traits::kSliced) produce_together<Traits, Loader>(params, smem, begin, end);
+  } else if (warpgroup == 1) {
     cutlass::arch::warpgroup_reg_dealloc<kBoth - kLoader>();
     using Converter = conditional_t<Traits::kSliced, KvSliceLoader<Traits, SliceWidener<Traits>>,
                                     TileConverter<Traits>>;
     load_items(smem, AnnouncesNothing{}, Converter(segment, smem), [](const ItemState&) {});
-    return;
-  }
-  cutlass::arch::warpgroup_reg_dealloc<kLoader>();
-  if (dequantizes<Traits>(segment)) return produce(params, smem, begin, end, gather);
-  if constexpr (!Traits::kSliced) {
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<kLoader>();
     // Keys alone are rotated.
     using Gather = GatherLoader<Traits, RawTile<Traits, Operand::kK, typename Traits::ElementKv>,
                                 TileWriter<Traits, Operand::kV>>;
-    produce_together<Traits, Gather>(params, smem, begin, end);
+    if (dequantizes<Traits>(segment)) {
+      produce(params, smem, begin, end, gather);
+    } else if constexpr (!Traits::kSliced) {
+      produce_together<Traits, Gather>(params, smem, begin, end);
+    }
   }
 }
 
@@ -239,9 +238,13 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     int thread = threadIdx.x % kWarpgroupThreads;
-    ForwardMainloop<Traits>(params, smem, warpgroup - Traits::kProducers, thread).run();
-    // The other CTA may still arrive at this one's barriers.
-    if constexpr (Traits::kClusterSize > 1) cute::cluster_sync();
+    const int consumer = warpgroup - Traits::kProducers;
+    if constexpr (Traits::kClusterSize > 1) {
+      PairedMainloop<Traits>(params, smem, consumer, thread).run();
+      cute::cluster_sync();  // the other CTA may still arrive at this one's barriers
+    } else {
+      ForwardMainloop<Traits>(params, smem, consumer, thread).run();
+    }
   }
 }
 

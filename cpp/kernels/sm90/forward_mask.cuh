@@ -10,11 +10,9 @@ namespace preflash::sm90 {
 
 // Element (r, c) of a thread's scores, as (rows, columns), in one tile of a work item.
 template <class Traits>
-struct ScoreCoordinates {
+struct ScoreCoordinates : ItemView {
   static constexpr int kRows = 2;  // of one thread
 
-  const HopperSegment& params;
-  const ItemState& state;
   int warp_row;  // the first row of this warp, of the item's tile of rows
   int tile;      // own_tile(): in units of kTileN keys
 
@@ -28,19 +26,15 @@ struct ScoreCoordinates {
   };
   CUTE_DEVICE Tail tail() const {
     int box_rows = params.box.tail_rows;
-    int last = state.request.kv_len - first_key();
+    int last = request.kv_len - first_key();
     if (box_rows == 0 || last >= Traits::kTileN) return {Traits::kTileN, 0};
     int in_box = last % box_rows;
     return {last - in_box, in_box == 0 ? 0 : box_rows - in_box};
   }
 
-  // Rows: of the item's tile, and what they are in the request.
   CUTE_DEVICE int row(int r) const { return warp_row + lane_id() / 4 + r * 8; }
-  CUTE_DEVICE PackedRow packed(int row) const {
-    return unpack_row(params, state.item.row_begin + row);
-  }
   CUTE_DEVICE int token(int r) const { return packed(row(r)).token; }
-  CUTE_DEVICE int head(int r) const { return query_head(params, state.item, packed(row(r))); }
+  CUTE_DEVICE int head(int r) const { return query_head(packed(row(r))); }
 
   // Columns: a thread's first one, and how far from there the others lie.
   CUTE_DEVICE static int first_column() { return lane_id() % 4 * 2; }
@@ -49,7 +43,6 @@ struct ScoreCoordinates {
 
   // Keys of the request. Columns [edge, edge + shift) hold zeros and belong to no key.
   CUTE_DEVICE int first_key() const { return tile * Traits::kTileN; }
-  CUTE_DEVICE MaskBounds bounds() const { return bounds_of(params, state.request); }
 };
 
 // The columns of a tile that this thread's two rows keep. A word has the 32 columns that the thread
@@ -68,8 +61,7 @@ struct TileMask {
     auto tail = coordinates.tail();
     int first_key = coordinates.first_key();
     TileMask mask;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int token = coordinates.token(r);
       KeySpan kept{bounds.first_key(token) - first_key, bounds.end_key(token) - first_key};
       CUTE_UNROLL
@@ -82,7 +74,7 @@ struct TileMask {
                              kept.end + tail.shift - column);
         }
       }
-    }
+    });
     return mask;
   }
 
@@ -99,39 +91,33 @@ struct TileMask {
   };
   CUTE_DEVICE static RawBits read_bits(const Coordinates& coordinates) {
     RawBits raw;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       MaskWords words = words_at(coordinates, r, coordinates.first_key() + lane_column());
       raw.low[r] = words.low;
       raw.high[r] = words.high;
       raw.shifts |= words.shift << r * 8;
-    }
+    });
     return raw;
   }
   // For a tile that the bounds keep whole.
   CUTE_DEVICE static TileMask of_bits(const RawBits& raw) {
     static_assert(kWords == 1);
     TileMask mask;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
-      mask.bits[r][0] = exchange_columns(group_columns(raw.columns(r)));
-    }
+    for_rows([&](int r) { mask.bits[r][0] = exchange_columns(group_columns(raw.columns(r))); });
     return mask;
   }
   // For any other tile: the bounds apply, and the request's tail may be in it.
   CUTE_DEVICE static TileMask of_bits_and_bounds(const Coordinates& coordinates, RawBits raw) {
     auto tail = coordinates.tail();
     if (tail.shift > 0) {
-      CUTE_UNROLL
-      for (int r = 0; r < Coordinates::kRows; ++r) {
+      for_rows([&](int r) {
         raw.low[r] = raw.high[r] = with_tail(coordinates, r, tail, raw.columns(r));
-      }
+      });
       raw.shifts = 0;
     }
     TileMask mask = of_bits(raw);
     TileMask bounds = of_bounds(coordinates);
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) mask.bits[r][0] &= bounds.bits[r][0];
+    for_rows([&](int r) { mask.bits[r][0] &= bounds.bits[r][0]; });
     return mask;
   }
 
@@ -155,7 +141,7 @@ struct TileMask {
   CUTE_DEVICE static int lane_column() { return lane_id() % 4 * 32; }
   // The bits of row r from `key` on, which is 0 or more.
   CUTE_DEVICE static MaskWords words_at(const Coordinates& coordinates, int r, int key) {
-    const RequestInfo& request = coordinates.state.request;
+    const RequestInfo& request = coordinates.request;
     if (Traits::kOptionsAtRunTime && coordinates.params.mask != Mask::kCustom) {
       return {0xffffffffu, 0xffffffffu, 0};
     }

@@ -55,32 +55,21 @@ CUTE_HOST_DEVICE bool loads_raw(const HopperSegment& params) {
   return Traits::kConverts && (!Traits::kSliced || only_dequantizes<Traits>(params));
 }
 
-// Segment of a work item, in a launch of kSegments.
-template <int kSegments>
-struct SegmentOfItem {
-  int segment = 0;
-};
-template <>
-struct SegmentOfItem<1> {
-  static constexpr int segment = 0;
-};
+// A work item with its request and its segment. Rows: of the item's tile of rows.
+struct ItemView {
+  const HopperSegment& params;
+  const WorkItem& item;
+  const RequestInfo& request;
+  int num_rows;
 
-// An item's slot of SharedStorage::items. idle: a warpgroup has no rows of the item and computes
-// nothing, in kernels where it may.
-template <bool kMayIdle>
-struct SlotOfItem {
-  int slot = 0;
-  bool idle = false;
+  CUTE_DEVICE static ItemView of(const HopperSegment& params, const auto& state) {
+    return {params, state.item, state.request, state.num_rows};
+  }
+  CUTE_DEVICE PackedRow packed(int row) const { return unpack_row(params, item.row_begin + row); }
+  CUTE_DEVICE int query_head(const PackedRow& packed) const {
+    return item.kv_head * params.group_size + packed.head_in_group;
+  }
+  CUTE_DEVICE MaskBounds bounds() const { return bounds_of(params, request); }
 };
-template <>
-struct SlotOfItem<false> {
-  int slot = 0;
-  static constexpr bool idle = false;
-};
-
-CUTE_DEVICE int query_head(const HopperSegment& params, const WorkItem& item,
-                           const PackedRow& packed) {
-  return item.kv_head * params.group_size + packed.head_in_group;
-}
 
 }  // namespace preflash::sm90

@@ -32,14 +32,14 @@ struct ForwardTraits {
 
   // True if operands in memory may be 8-bit or not yet rotated.
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
-  // True if 8-bit operands are multiplied as stored, with V transposed (transpose_values.cuh).
+  // True if 8-bit operands are multiplied as stored, with V transposed (eight_bit.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
   // True if a row's O is added up in groups of tiles that begin with its query tile's first one
-  // (eight_bit_operands.cuh). A query tile begins in one of two tiles of keys (begins_late()).
+  // (eight_bit.cuh). A query tile begins in one of two tiles of keys (begins_late()).
   static constexpr bool kAlignsQueryTiles = kTransposesV;
   static_assert(!kAlignsQueryTiles || kTile.m <= kTile.n);
   // V^T has 8 more rows, all of kRowSumFactor, and O 8 more columns: each is the row sum of P as
-  // the tensor core rounds it, times that factor (eight_bit_operands.cuh).
+  // the tensor core rounds it, times that factor (eight_bit.cuh).
   static constexpr int kRowSumColumns = kTransposesV ? 8 : 0;
   static constexpr float kRowSumFactor = 1.25f;
   // True if the softmax adds up P before it is rounded, for an LSE. It takes 4 % of a tile's clocks
@@ -51,7 +51,7 @@ struct ForwardTraits {
   static constexpr bool kCaps = kVariant.logits == Logits::kSoftCap;
   // True if soft cap, bias and mask bits are options of the launch.
   static constexpr bool kOptionsAtRunTime = options_at_run_time(kVariant);
-  // True if the softmax caps scores (capped_softmax.cuh). With more columns of O the tensor core is
+  // True if the softmax caps scores (soft_cap.cuh). With more columns of O the tensor core is
   // busier than the special-function unit, and whole tiles are capped during O += P V.
   static constexpr bool kCapsInSoftmax = kCaps && !kOptionsAtRunTime && kVariant.head_dim_vo <= 128;
 
@@ -124,7 +124,7 @@ struct ForwardTraits {
   // Most TMA boxes of a K or V tile, of 8 rows or more. Each lane finds one box's coordinates.
   static constexpr int kMaxBoxes = kTileN / 8;
 
-  // True if a producer warp announces tiles (mask_tile_pipeline.cuh).
+  // True if a producer warp announces tiles (tile_ring.cuh).
   static constexpr bool kHasMaskBits = kVariant.mask == Mask::kCustom;
   static constexpr int kTileSlots = 4 * kStages;
 

@@ -208,6 +208,7 @@ struct TileConverter {
     });
     dequantize(v);
   }
+  CUTE_DEVICE static void drain() {}
 
  private:
   CUTE_DEVICE void dequantize(auto& operand) const {
@@ -248,6 +249,7 @@ struct SliceWidener {
       : params(params), slices{{smem}, {smem}} {}
 
  protected:
+  CUTE_DEVICE static void drain() {}
   CUTE_DEVICE const HopperSegment& segment() const { return params; }
   CUTE_DEVICE static Tile find(const ItemKeys&, int) { return {}; }
 

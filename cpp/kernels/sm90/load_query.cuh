@@ -22,6 +22,8 @@ struct ArrivingQuery {
     await(q_read);
     multiply(params.logits.q_factor, q_read.index());
   }
+  // The factor of the scores of a thread's row r.
+  CUTE_DEVICE static float scale(const auto&, int) { return 1.0f; }
 
  protected:
   CUTE_DEVICE void await(const auto& q_read) const {
@@ -78,6 +80,10 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
       return;
     }
     this->publish();
+  }
+  CUTE_DEVICE float scale(const auto& of_item, int r) const {
+    if (!Traits::narrows_query(params.q_dtype)) return 1.0f;
+    return conversion_of(smem).query_scale[of_item.row(r)];
   }
 
  private:

@@ -30,7 +30,7 @@ struct KvSliceLoader : Copies {
   }
   CUTE_DEVICE void drain() {
     copy_v_before();
-    if constexpr (requires(Copies copies) { copies.drain(); }) Copies::drain();
+    Copies::drain();
   }
 
  private:
@@ -64,6 +64,7 @@ struct SliceBoxes {
       : params(params), write{smem}, loader(loader), turns(loader) {}
 
  protected:
+  CUTE_DEVICE static void drain() {}
   CUTE_DEVICE const HopperSegment& segment() const { return params; }
   CUTE_DEVICE Tile find(const ItemKeys& item, int tile) const {
     return {box_coordinates<Traits>(params, item, tile), item.kv_head};

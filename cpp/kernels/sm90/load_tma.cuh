@@ -173,6 +173,7 @@ struct TmaLoader {
       if (is_first) after_first();
     });
   }
+  CUTE_DEVICE static void drain() {}
 };
 
 }  // namespace preflash::sm90

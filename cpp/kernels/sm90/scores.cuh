@@ -1,11 +1,9 @@
 // Operations on a tile's scores between Q K^T and the mask: factors of heads, the soft cap
 // (soft_cap.cuh), and the bias of a position encoding, a policy, of which ScoreBias is the
 // variant's:
-//
 //   of()        the rows of one item, in a thread's registers
-//   issue()     has the tensor core add what differs among a thread's scores of a row, or nothing
-//   add_to()    adds that where issue() does not; add_to_first(), what else in an item's first
-//               tile, behind which issue() begins
+//   issue()     has the tensor core add the part that differs among a thread's scores of a row
+//   add_to()    adds that part where issue() does not; add_to_first() the rest in the first tile
 //   shift()     the rest of a tile's bias, the same for all of a thread's scores of a row
 //   missing()   what both leave out of all of a row's logits: the LSE needs it
 #pragma once
@@ -17,19 +15,17 @@
 namespace preflash::sm90 {
 
 // ALiBi: slope * (key - token) on top of each logit, for the rows of one item. In units of x that
-// is coefficient * (key - token), since x * scale_log2 is the logit in base 2.
+// is coefficient * (key - token), since x * scale_log2 is the logit in base 2. A key's distance is
+// a constant of its column, one FMA for each score, and a rest that all of a thread's scores of a
+// row share: the softmax adds the rest to their origin.
 //
 // The distance counts from the row's last key in place of its token. That takes a constant from
 // all of a row's logits, which only the LSE shows (missing()), and lets the keys that matter have
 // small biases even in the last row of a long context.
 //
-// The distance of a key is a constant of its column, one FMA for each score, and the rest, which is
-// the same for all of a thread's scores of a row: the softmax adds it to their origin.
-//
-// Rounding: distances are exact, as integers, and as floats up to 2^24. The product of slope and
-// distance and the difference to the origin are rounded once each, in the exponents of a whole tile
-// alike: 2^-23 of slope * distance, below 1e-3 up to 2^13. A key further away in that sense has no
-// weight beside the last ones. Rounding the slope itself tilts a row by less than that.
+// Rounding: distances are exact up to 2^24. Their products with the slope, and the differences to
+// the origin, are rounded once each, alike in a whole tile: 2^-23 of slope * distance, below 1e-3
+// up to 2^13. A key further away in that sense has no weight beside the last ones.
 template <class Traits>
 struct AlibiBias {
   using Coordinates = ScoreCoordinates<Traits>;
@@ -37,24 +33,22 @@ struct AlibiBias {
   float coefficient[Coordinates::kRows];
   int distance[Coordinates::kRows];  // of the thread's first column of tile 0, from the last key
 
-  // Each lane computes one of the warp's rows; a quad reads its two from there.
   CUTE_DEVICE static AlibiBias of(const Coordinates& coordinates) {
     const HopperSegment& params = coordinates.params;
     PackedRow packed = coordinates.packed(coordinates.warp_row + lane_id() % kWarpRows);
-    int head = query_head(params, coordinates.state.item, packed);
-    float slope = alibi_slope(head, params.num_qo_heads) * params.x_per_logit;
+    float slope = alibi_slope(coordinates.query_head(packed), params.num_qo_heads);
+    slope *= params.x_per_logit;
     if (Traits::kOptionsAtRunTime && params.position != Position::kAlibi) slope = 0.0f;
     // The keys of a custom mask usually end at the diagonal too.
     MaskBounds bounds = coordinates.bounds();
     bounds.causal |= params.mask == Mask::kCustom;
     int last_key = bounds.end_key(packed.token) - 1;
     AlibiBias bias;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int lane = lane_id() / 4 + r * 8;
       bias.coefficient[r] = __shfl_sync(0xffffffffu, slope, lane);
       bias.distance[r] = Coordinates::first_column() - __shfl_sync(0xffffffffu, last_key, lane);
-    }
+    });
     return bias;
   }
 
@@ -87,33 +81,30 @@ struct AlibiBias {
   // Returns the bias that a tile's scores leave out: that of the thread's first column.
   CUTE_DEVICE RowShift shift(int tile) const {
     RowShift shift;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int first_key = own_tile<Traits>(tile) * Traits::kTileN;
       shift.row[r] = coefficient[r] * static_cast<float>(first_key + distance[r]);
-    }
+    });
     return shift;
   }
   // Returns the bias that all of a row's logits lack: that of its last key, from the row's token,
   // or from key 0 if the row maximum is output.
   CUTE_DEVICE RowShift missing(const Coordinates& coordinates) const {
     RowShift shift;
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       int last_key = Coordinates::first_column() - distance[r];
       bool from_token = coordinates.params.lse.form == LseForm::kLogSum;
       int origin = from_token ? coordinates.token(r) : 0;
       shift.row[r] = coefficient[r] * static_cast<float>(last_key - origin);
-    }
+    });
     return shift;
   }
 };
 
-// ALiBi's column part by the tensor core in place of add_to(), from an item's second tile on: FMAs
-// would delay the products and the exponentials.
-// A row of the A operand is the row's coefficient in three parts of 8 bits, which hold its 24 bits
-// exactly. A row of the B operand repeats the column's step, an integer below 2^8. So the products
-// are exact, and the accumulator rounds them as it rounds those of Q and K.
+// ALiBi's column part by the tensor core, from an item's second tile on: FMAs would delay the
+// products and the exponentials. A row of the A operand is the row's coefficient in three parts of
+// 8 bits, which hold its 24 bits exactly; a row of the B operand repeats the column's step, an
+// integer below 2^8. So the products are exact, and are rounded as those of Q and K.
 template <class Traits>
 struct AlibiProduct : AlibiBias<Traits> {
   using Coordinates = ScoreCoordinates<Traits>;
@@ -123,8 +114,7 @@ struct AlibiProduct : AlibiBias<Traits> {
 
   CUTE_DEVICE static AlibiProduct of(const Coordinates& coordinates) {
     AlibiProduct bias{Base::of(coordinates), {}};
-    CUTE_UNROLL
-    for (int r = 0; r < Coordinates::kRows; ++r) {
+    for_rows([&](int r) {
       // Lane i of a quad has part i. Nothing is left for lane 3.
       float part = bias.coefficient[r];
       CUTE_UNROLL
@@ -133,7 +123,7 @@ struct AlibiProduct : AlibiBias<Traits> {
         if (i < lane_id() % 4) part -= first;
       }
       bias.parts[r] = __float_as_uint(part) >> 16;
-    }
+    });
     return bias;
   }
   CUTE_DEVICE static void fill_steps(SharedStorage<Traits>& smem) {
@@ -184,73 +174,55 @@ using ScoreBias = conditional_t<Traits::kBiasByProduct, AlibiProduct<Traits>,
                                 conditional_t<Traits::kVariant.position == Position::kAlibi,
                                               AlibiBias<Traits>, NoBias<Traits>>>;
 
-// The factors of one item's rows: of heads, with 8-bit queries and keys, and the powers of two of
-// narrowed rows of Q.
-template <class Traits>
-struct HeadFactors {
-  using Coordinates = ScoreCoordinates<Traits>;
-
-  float row[Coordinates::kRows];
-  bool any;  // a factor of the warp is not 1
-
-  // of_query(r): of row r of Q.
-  CUTE_DEVICE static HeadFactors of(const Coordinates& coordinates, const auto& of_query) {
-    HeadFactors factors{};
-    if constexpr (Traits::kTakes8Bits) {
-      const RunExtras& extras = coordinates.params.extras;
-      float of_k = 1.0f;
-      if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + coordinates.state.item.kv_head);
-      CUTE_UNROLL
-      for (int r = 0; r < Coordinates::kRows; ++r) {
-        factors.row[r] = of_k * of_query(r);
-        if (extras.scale_q != nullptr) {
-          factors.row[r] *= __ldg(extras.scale_q + coordinates.head(r));
-        }
-      }
-      factors.any = __any_sync(0xffffffffu, factors.row[0] != 1.0f || factors.row[1] != 1.0f);
-    }
-    return factors;
-  }
-
-  CUTE_DEVICE void apply(auto&& scores) const {
-    if constexpr (Traits::kTakes8Bits) {
-      if (any) for_each_element(scores, [&](int r, int, float& x) { x *= row[r]; });
-    }
-  }
-};
-
 // Bias and factors of one item's rows, in a thread's registers.
 template <class Traits>
 struct Scores {
   using Coordinates = ScoreCoordinates<Traits>;
 
   ScoreBias<Traits> bias;
-  HeadFactors<Traits> factors;
+  // Factors of heads, with 8-bit queries and keys, and the powers of two of narrowed rows of Q.
+  float factor[Coordinates::kRows];
+  bool any_factor;  // a factor of the warp is not 1
 
-  CUTE_DEVICE static Scores of(const Coordinates& of_item, SharedStorage<Traits>& smem) {
-    auto of_query = [&](int r) {
-      if constexpr (Traits::kConverts) {
-        if (Traits::narrows_query(of_item.params.q_dtype))
-          return conversion_of(smem).query_scale[of_item.row(r)];
-      }
-      return 1.0f;
-    };
-    return {ScoreBias<Traits>::of(of_item), HeadFactors<Traits>::of(of_item, of_query)};
+  CUTE_DEVICE static Scores of(const Coordinates& of_item, const auto& query) {
+    Scores scores{ScoreBias<Traits>::of(of_item)};
+    if constexpr (Traits::kTakes8Bits) {
+      const RunExtras& extras = of_item.params.extras;
+      float of_k = 1.0f;
+      if (extras.scale_k != nullptr) of_k = __ldg(extras.scale_k + of_item.item.kv_head);
+      for_rows([&](int r) {
+        scores.factor[r] = of_k * query.scale(of_item, r);
+        if (extras.scale_q != nullptr) {
+          scores.factor[r] *= __ldg(extras.scale_q + of_item.head(r));
+        }
+      });
+      scores.any_factor =
+          __any_sync(0xffffffffu, scores.factor[0] != 1.0f || scores.factor[1] != 1.0f);
+    }
+    return scores;
   }
 
-  // scores: (row, column) view of a whole accumulator.
-  CUTE_DEVICE void finish(const HopperSegment& segment, auto&& scores) const {
-    factors.apply(scores);
+  CUTE_DEVICE void multiply(auto&& scores) const {
+    if constexpr (Traits::kTakes8Bits) {
+      if (any_factor) for_each_element(scores, [&](int r, int, float& x) { x *= factor[r]; });
+    }
+  }
+  // mma: S, to which issue_bias() adds while the products run.
+  CUTE_DEVICE void issue_bias(auto& mma) const { bias.issue(mma.smem, mma.tSrS); }
+  CUTE_DEVICE void finish(const HopperSegment& segment, auto& mma) const {
+    auto scores = mma.rows_of_s();
+    multiply(scores);
     if constexpr (Traits::kCaps && !Traits::kCapsInSoftmax) {
       segment.cap.apply(scores, segment.logits);
     }
     bias.add_to(scores);
   }
-  CUTE_DEVICE void finish_first(const HopperSegment& segment, const Coordinates& coordinates,
-                                auto&& scores) const {
-    if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(scores, segment.logits);
-    finish(segment, scores);
-    bias.add_to_first(coordinates, scores);
+  // The form for an item's first tile.
+  CUTE_DEVICE void finish(const Coordinates& first, auto& mma) const {
+    const HopperSegment& segment = first.params;
+    if constexpr (Traits::kCapsInSoftmax) segment.cap.apply(mma.rows_of_s(), segment.logits);
+    finish(segment, mma);
+    bias.add_to_first(first, mma.rows_of_s());
   }
 };
 

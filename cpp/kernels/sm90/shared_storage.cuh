@@ -137,7 +137,7 @@ template <class Traits>
 struct KvBuffers<Traits, true> {
   alignas(1024) typename Traits::ElementKv slices[Traits::kSliceSlots][Traits::kSliceElements];
 };
-// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (PairedOperands).
+// Barriers and rows of the warps' mailboxes for P of the other CTA's keys (PairedMma).
 template <class Traits>
 struct PairState {
   // full: a message is in this warp's mailbox. empty: the other CTA's warp has read its own.
@@ -151,7 +151,7 @@ struct SliceState {
   conditional_t<Traits::kConverts, ConversionState<Traits>, Nothing> conversion;
 };
 
-// V as it arrives where it is transposed, and sums of O in float32 (eight_bit_operands.cuh).
+// V as it arrives where it is transposed, and sums of O in float32 (eight_bit.cuh).
 template <class Traits, bool kTransposesV = Traits::kTransposesV>
 struct TransposeStorage {};
 template <class Traits>

@@ -1,13 +1,9 @@
 // A speculative online softmax. It computes a tile's exponentials relative to the row's old
-// reference, without finding the tile's row max first. Every reference gives the same quotient as
-// long as nothing overflows, and later tiles seldom exceed the reference, the row max of the first
-// tile, by much.
-//
-// The row sums, which the softmax needs anyway, show whether the speculation failed: if a thread's
-// part of a row sum exceeds max_sum(), the reference of that row moves to its true row max, O is
-// rescaled, and the tile's exponentials are computed again. The scores are still there, because P
-// has registers of its own. Computing a tile again with the same reference gives the same bits, so
-// a row's result does not depend on the rows beside it.
+// reference, the row max of the first tile, without finding the tile's row max first. Every
+// reference gives the same quotient as long as nothing overflows. The row sums show whether the
+// speculation failed: if a thread's part of one exceeds max_sum(), the row's reference moves to its
+// true row max, O is rescaled, and the tile's exponentials are computed again. With the same
+// reference they have the same bits, so a row's result does not depend on the rows beside it.
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -16,6 +12,11 @@
 
 namespace preflash::sm90 {
 
+// visit(r): of both rows of a thread.
+CUTE_DEVICE void for_rows(const auto& visit) {
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) visit(r);
+}
 // visit(r, c, x): of every element x of a (rows, columns) view.
 CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
   CUTE_UNROLL
@@ -25,8 +26,8 @@ CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
   }
 }
 
-// Bias that all of a thread's scores of a row lack, in units of x. It costs nothing in the loop
-// over the scores: it is folded into the exponents' origin. NoShift: no such bias.
+// Bias that all of a thread's scores of a row lack, in units of x: it is folded into the exponents'
+// origin. NoShift: no such bias.
 struct RowShift {
   float row[2];
 
@@ -34,8 +35,8 @@ struct RowShift {
   CUTE_DEVICE float origin(int r, float origin, float scale_log2) const {
     return fmaf(-row[r], scale_log2, origin);
   }
-  // Adds it to the row's lse, and what rounding takes from the sum to its low part, unless that is
-  // to be the logarithm of the weights alone.
+  // Adds the bias to the row's lse, and the sum's rounding error to the low part, unless the low
+  // part is to be the logarithm of the weights alone.
   CUTE_DEVICE void add_to(int r, PartialLse& lse, float scale_log2, LseForm form) const {
     float shift = __fmul_rn(row[r], scale_log2);
     float high = lse.high + shift;
@@ -56,10 +57,7 @@ struct NoShift {
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
-  // True if update() masks the tile; else the tile is masked before.
-  static constexpr bool kMasks = false;
-  // P of a row's first reference is 2 to this. e4m3's numbers lie in [2^-9, 448]: what becomes of
-  // its references, eight_bit_softmax.cuh says.
+  // P of a row's first reference is 2 to this. e4m3's numbers lie in [2^-9, 448].
   static constexpr int exponent_of(DType p_dtype) { return size_of(p_dtype) == 1 ? 4 : 0; }
   // P <= 2^15 stays below float16's largest number, 65504, and float32 sums millions of such terms.
   // bfloat16 has float32's range, so its P may be larger: references move only where logits vary by
@@ -67,14 +65,10 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   static constexpr float max_sum_of(DType p_dtype) {
     return size_of(p_dtype) == 1 ? 448.0f : p_dtype == DType::kBFloat16 ? 0x1p32f : 0x1p15f;
   }
-  // With row maxima as output the reference must follow the maximum: a weight above 1 makes a sum
-  // larger than 1, and that tile's maximum is found.
-  static constexpr float kMaxSumOfMaximum = 1.0f;
-
-  // Above this sum of a thread's part of a row the row's true maximum is found.
+  // Above this sum of a thread's part of a row the row's true maximum is found. With row maxima as
+  // output the reference must follow the maximum: a weight above 1 makes a sum larger than 1.
   static constexpr float max_sum(LseForm form, DType p_dtype) {
-    return form == LseForm::kMaxAndSum ? kMaxSumOfMaximum * (1 << exponent_of(p_dtype))
-                                       : max_sum_of(p_dtype);
+    return form == LseForm::kMaxAndSum ? 1 << exponent_of(p_dtype) : max_sum_of(p_dtype);
   }
 
   // Above this |reference| * scale_log2 rounding may shift a row's exponents by more than 2^3, and
@@ -87,26 +81,27 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   bool has_row_max = false;  // every row of the warp has a reference
 
+  // The hooks of a tile: begin() and update() of an item's first one, before_o(), after_o() and
+  // update() of a later one. mma: S, O and P, of which S lacks `shift`, and O the tile. mask():
+  // masks S, and returns true if any of it was masked.
+
   // A row's first tile: its row max becomes the reference, so the speculation cannot fail.
-  CUTE_DEVICE void begin(const auto& scores, const auto& shift, const auto&) {
+  CUTE_DEVICE void begin(auto& mma, const auto& shift, const auto&) {
     *this = {};
     float tile_max[kRows];
-    maxima(scores, shift, tile_max);
+    maxima(mma.rows_of_s(), shift, tile_max);
     init_row_max(tile_max);
   }
-  CUTE_DEVICE void make_first(const auto& scores, const auto& shift, auto& p, const auto& segment) {
-    exponentiate(scores, shift, p, sum, segment.logits.scale_log2);
+  CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment) {
+    exponentiate(mma.rows_of_s(), shift, mma.tOrP, sum, segment.logits.scale_log2);
   }
 
-  // Hook for a later tile while the PV wgmma is in flight.
-  CUTE_DEVICE static void before_o(auto&&, const auto&, const auto&) {}
+  // While O += P V is in flight.
+  CUTE_DEVICE static void before_o(auto&, const auto&, const auto&, const auto& mask) { mask(); }
   // O is complete, without this tile.
-  CUTE_DEVICE static void after_o(auto&&) {}
-  // scores: (row, column) view of a whole accumulator of x, without `shift`. p: words of a row's
-  // next weights, of rows 0 and 1 in turn. out: (row, column) view of O, without this tile.
-  // mask: masks the tile, where kMasks.
-  CUTE_DEVICE void update(const auto& scores, const auto& shift, auto& p, auto& out,
-                          const auto& segment, const auto&) {
+  CUTE_DEVICE void after_o(auto& mma, const auto& segment) { mma.add_up(*this, segment); }
+  CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment, const auto&) {
+    auto scores = mma.rows_of_s();
     if (!has_row_max) {
       float tile_max[kRows];
       maxima(scores, shift, tile_max);
@@ -115,18 +110,16 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     const float scale_log2 = segment.logits.scale_log2;
     const float max_sum = segment.max_sum;
     float tile_sum[kRows];
-    exponentiate(scores, shift, p, tile_sum, scale_log2);
+    exponentiate(scores, shift, mma.tOrP, tile_sum, scale_log2);
     bool moves[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) moves[r] = tile_sum[r] > max_sum;
+    for_rows([&](int r) { moves[r] = tile_sum[r] > max_sum; });
     if (__any_sync(0xffffffffu, moves[0] || moves[1])) {
       float tile_max[kRows];
       maxima(scores, shift, tile_max);
-      bool moved = move(tile_max, out, moves, scale_log2);
-      if (moved) exponentiate(scores, shift, p, tile_sum, scale_log2);
+      bool moved = move(tile_max, mma.rows_of_o(), moves, scale_log2);
+      if (moved) exponentiate(scores, shift, mma.tOrP, tile_sum, scale_log2);
     }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) sum[r] += tile_sum[r];
+    for_rows([&](int r) { sum[r] += tile_sum[r]; });
   }
 
   // The factor that converts a sum relative to `from` into one relative to `to`.
@@ -157,12 +150,12 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // The lanes of a row may have different shifts, so they come before the quad's maximum.
   CUTE_DEVICE static void maxima(const auto& scores, const auto& shift, float (&result)[kRows]) {
     thread_maxima(scores, result);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) result[r] = quad_max(shift.add_to(r, result[r]));
+    for_rows([&](int r) { result[r] = quad_max(shift.add_to(r, result[r])); });
   }
 
  protected:
-  // exp2_of(c, x): 2^x, of a score of column c.
+  // p: words of a row's next weights, of rows 0 and 1 in turn. exp2_of(c, x): 2^x, of a score of
+  // column c.
   template <class Exp2, class Scores, class Shift, class P>
   CUTE_DEVICE void exponentiate(const Scores& scores, const Shift& shift, P& p,
                                 float (&tile_sum)[kRows], float scale_log2,
@@ -174,16 +167,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     Tensor words = recast<cutlass::Array<Element, kWord>>(p);
     cutlass::NumericArrayConverter<Element, float, kWord> convert;
     float offset[kRows];
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
       if (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
-    }
+    });
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); c += kWord) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
+      for_rows([&](int r) {
         cutlass::Array<float, kWord> x;
         CUTE_UNROLL
         for (int i = 0; i < kWord; ++i) {
@@ -191,7 +182,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
           tile_sum[r] += x[i];
         }
         words(c / kWord * kRows + r) = convert(x);
-      }
+      });
     }
   }
   CUTE_DEVICE void exponentiate(const auto& scores, const auto& shift, auto& p,
@@ -202,14 +193,14 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
 
   // Raises references to the tile's row max and rescales sums and O, in rows where a lane's `moves`
   // is set. Returns true if a reference of the warp has moved.
-  CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto& out, const bool (&moves)[kRows],
+  CUTE_DEVICE bool move(const float (&tile_max)[kRows], auto&& out, const bool (&moves)[kRows],
                         float scale_log2) {
     bool moved = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
       if (quad == 0) continue;
-      // A part of kMaxSumOfMaximum may be that of many small weights.
+      // A large part of a sum may be that of many small weights.
       float next = fmaxf(reference[r], tile_max[r]);
       float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
                                  scaled_reference(next, scale_log2));
@@ -226,11 +217,10 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // Sets the reference of rows that have none: they have kept no key, and their sums and O are 0.
   CUTE_DEVICE void init_row_max(const float (&tile_max)[kRows]) {
     bool missing = false;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for_rows([&](int r) {
       if (reference[r] == -INFINITY) reference[r] = tile_max[r];
       missing |= reference[r] == -INFINITY;
-    }
+    });
     has_row_max = !__any_sync(0xffffffffu, missing);
   }
 };

@@ -18,52 +18,47 @@ CUTE_DEVICE int2 items_of_cta(const auto& params) {
 
 // True if the first tile of keys of a whole query tile comes before `tiles`, the tiles of an item
 // with fewer rows. A decode step is causal, whatever its plan says.
-CUTE_DEVICE bool begins_late(const HopperSegment& params, const WorkItem& item,
-                             const RequestInfo& request, const QueryRows& rows,
-                             const TileRange& tiles, int tile_keys) {
-  const bool causal = bounds_of(params, request).causal || request.qo_len == 1;
+CUTE_DEVICE bool begins_late(const ItemView& item, const QueryRows& rows, const TileRange& tiles,
+                             int tile_keys) {
+  const auto& [params, work_item, request, num_rows] = item;
+  const bool causal = item.bounds().causal || request.qo_len == 1;
   if (params.aligned_chunk_tiles == 0 || !causal) return false;
   const int last_token = (rows.tile_end - 1) / params.group_size;
   const int end = ceil_div(request.kv_len - request.qo_len + last_token + 1, tile_keys);
-  return tiles.end < min(end, (item.chunk + 1) * params.aligned_chunk_tiles);
+  return tiles.end < min(end, (work_item.chunk + 1) * params.aligned_chunk_tiles);
 }
 
-CUTE_DEVICE KeySpan keys_of_item(const HopperSegment& params, const WorkItem& item,
-                                 const RequestInfo& request) {
-  int first_token = unpack_row(params, item.row_begin).token;
-  return {bounds_of(params, request).first_key(first_token), request.kv_len};
+CUTE_DEVICE KeySpan keys_of_item(const ItemView& item) {
+  const int first_token = item.packed(0).token;
+  return {item.bounds().first_key(first_token), item.request.kv_len};
 }
 
 // The KV tiles that tokens of an item touch.
 template <class Traits>
-CUTE_DEVICE TileRange tiles_of_tokens(const HopperSegment& params, const WorkItem& item,
-                                      const RequestInfo& request, RowSpan tokens) {
-  return touched_tiles(bounds_of(params, request), tokens,
-                       chunk_of(item, request, params.chunk_origin), Traits::kItemTileN,
-                       Mask::kBounds);
+CUTE_DEVICE TileRange tiles_of_tokens(const ItemView& item, RowSpan tokens) {
+  return touched_tiles(item.bounds(), tokens,
+                       chunk_of(item.item, item.request, item.params.chunk_origin),
+                       Traits::kItemTileN, Mask::kBounds);
 }
 // The KV tiles that rows [first, end) of an item touch.
 template <class Traits>
-CUTE_DEVICE TileRange tiles_of_rows(const HopperSegment& params, const WorkItem& item,
-                                    const RequestInfo& request, int first, int end) {
-  return tiles_of_tokens<Traits>(params, item, request,
-                                 {unpack_row(params, item.row_begin + first).token,
-                                  unpack_row(params, item.row_begin + end - 1).token});
+CUTE_DEVICE TileRange tiles_of_rows(const ItemView& item, int first, int end) {
+  return tiles_of_tokens<Traits>(item, {item.packed(first).token, item.packed(end - 1).token});
 }
 
 // The KV tiles that the rows of one consumer warpgroup touch: if none, that of the item's
 // highest keys, which is masked as a whole and gives zeros.
 template <class Traits>
-CUTE_DEVICE TileRange tiles_of_warpgroup(const HopperSegment& params, const ItemState& state,
+CUTE_DEVICE TileRange tiles_of_warpgroup(const ItemView& item, const TileRange& of_item,
                                          int warpgroup) {
-  if constexpr (!Traits::kSkipsTiles) return state.tiles;
+  if constexpr (!Traits::kSkipsTiles) return of_item;
   int first = warpgroup * kWarpgroupRows;
-  int end = min(first + kWarpgroupRows, state.num_rows);
+  int end = min(first + kWarpgroupRows, item.num_rows);
   if (first < end) {
-    TileRange tiles = tiles_of_rows<Traits>(params, state.item, state.request, first, end);
+    TileRange tiles = tiles_of_rows<Traits>(item, first, end);
     if (tiles.count() > 0) return tiles;
   }
-  int last = state.tiles.end - 1;
+  int last = of_item.end - 1;
   return {last, last, last, last + 1};
 }
 
@@ -78,7 +73,7 @@ struct ItemProducer {
 
   // Announces the next item, or an item without tiles at the end of the work list.
   CUTE_DEVICE void announce_item() {
-    announce([](const WorkItem&, const RequestInfo&, const TileRange& tiles) { return tiles; });
+    announce([](const ItemView&, const TileRange& tiles) { return tiles; });
   }
   // Tiles are announced only with mask bits (MaskTileProducer).
   CUTE_DEVICE static constexpr bool has_tile() { return false; }
@@ -87,7 +82,7 @@ struct ItemProducer {
   CUTE_DEVICE bool done() const { return index > end; }
 
  protected:
-  // kept(item, request, tiles): with mask bits, returns `tiles`, or none if all of them are empty.
+  // kept(item, tiles): with mask bits, returns `tiles`, or none if all of them are empty.
   CUTE_DEVICE void announce(auto&& kept) {
     WorkItem item;
     RequestInfo request;
@@ -101,16 +96,17 @@ struct ItemProducer {
       rows = query_grid<Traits>(segment).rows(request, item.row_begin);
       if (rows.count <= 0) continue;
       item.row_begin = rows.begin;
+      const ItemView view{segment, item, request, rows.count};
       if (query_grid<Traits>(segment).aligned) {
-        tiles = tiles_of_tokens<Traits>(segment, item, request, rows.tokens(segment.group_size));
+        tiles = tiles_of_tokens<Traits>(view, rows.tokens(segment.group_size));
       } else {
-        tiles = tiles_of_rows<Traits>(segment, item, request, 0, rows.count);
+        tiles = tiles_of_rows<Traits>(view, 0, rows.count);
       }
-      if constexpr (Traits::kHasMaskBits) tiles = kept(item, request, tiles);
+      if constexpr (Traits::kHasMaskBits) tiles = kept(view, tiles);
       if (tiles.count() > 0) break;
       ItemTimer timer;
       timer.start();
-      ForwardEpilogue<Traits>{segment, item, request, rows.count}.run_empty();
+      ForwardEpilogue<Traits>{view}.run_empty();
       if (lane_id() == 0) timer.stop(params, record(), item);
     }
     ++index;
@@ -118,18 +114,20 @@ struct ItemProducer {
     ItemState& state = smem.items[write.index()];
     if (elect_one_sync()) {
       const HopperSegment& segment = params.segment_of(request);
+      const ItemView view{segment, item, request, rows.count};
       state.item = item;
       state.request = request;
       state.tiles = tiles;
-      state.keys = keys_of_item(segment, item, request);
+      state.keys = keys_of_item(view);
       state.num_rows = rows.count;
       if constexpr (Traits::kAlignsQueryTiles) {
-        state.begins_late = begins_late(segment, item, request, rows, tiles, Traits::kItemTileN);
+        state.begins_late = begins_late(view, rows, tiles, Traits::kItemTileN);
       }
       note_record(state, record() - Traits::kClusterSize);
 #pragma unroll 1
       for (int w = 0; w < Traits::kConsumers; ++w) {
-        state.warpgroup_tiles[w] = tiles_of_warpgroup<Traits>(segment, state, w);
+        state.warpgroup_tiles[w] =
+            tiles_of_warpgroup<Traits>(ItemView::of(segment, state), state.tiles, w);
       }
       order_memory_accesses();
       smem.barriers.item.full[write.index()].arrive();

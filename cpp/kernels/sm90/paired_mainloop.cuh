@@ -1,110 +1,17 @@
-// K and V in slices of 128 columns, with the hooks of WholeOperands. A slice is released when its
-// product is complete. There are no turns: the ring of kernels with two CTAs to an item is shorter
-// than a step, so a warpgroup waiting for its turn would keep the other from its slices.
+// The main loop where two CTAs of a cluster compute an item (README.md, "More than 256 columns of
+// O").
 #pragma once
 
-#include "kernels/sm90/tile_ring.cuh"
-#include "kernels/sm90/whole_operands.cuh"
+#include "kernels/sm90/item_loop.cuh"
 
 namespace preflash::sm90 {
-
-template <class Traits>
-struct SlicedOperands : Accumulators<Traits> {
-  using Base = Accumulators<Traits>;
-  using Base::smem;
-  using Base::thread;
-  using typename Base::MmaPv;
-  using typename Base::MmaQk;
-
-  static_assert(Traits::kSliceSlots >= 4 && Traits::kVariant.sparsity == Sparsity::kDense);
-
-  int num_k;             // slices of a K tile
-  bool holds_k = false;  // the last slice of K, which S is made of
-  ConsumerPipelineState<Traits::kSliceSlots> next = {};
-  ConsumerPipelineState<Traits::kSliceSlots> held = {};  // the first that is not released
-
-  CUTE_DEVICE SlicedOperands(const HopperSegment& params, SharedStorage<Traits>& smem,
-                             int warpgroup, int thread)
-      : Base(smem, warpgroup, thread), num_k(slices_of_k<Traits>(params)) {}
-
-  CUTE_DEVICE static void order_barrier_wait() {}
-  CUTE_DEVICE static void order_barrier_arrive() {}
-
-  CUTE_DEVICE void issue_qk(const auto& tSrQ) {
-    issue_qk_slice(tSrQ, 0, wait_for_slice());
-#pragma unroll 1
-    for (int slice = 1; slice < num_k; ++slice) {
-      issue_qk_slice(tSrQ, slice, wait_for_slice());
-      warpgroup_wait<1>();
-      release_slice();
-    }
-    holds_k = true;
-  }
-  CUTE_DEVICE void issue_pv() { issue_pv_of(this->first_pv); }
-  template <bool kPvBehind>
-  CUTE_DEVICE void wait_for_s() {
-    wait_for_product<kPvBehind ? 2 : 0>(this->tSrS);
-  }
-  CUTE_DEVICE void wait_for_o() { wait_for_product<0>(this->tOrO); }
-
-  CUTE_DEVICE void release_k() {
-    if (holds_k) release_slice();
-    holds_k = false;
-  }
-  CUTE_DEVICE void release_v() {
-    release_slice();
-    release_slice();
-  }
-  CUTE_DEVICE static void skip_k() {}
-  CUTE_DEVICE static void skip_v() {}
-
- protected:
-  // first: Zero overwrites O, One adds to it.
-  CUTE_DEVICE void issue_pv_of(GMMA::ScaleOut first) {
-    issue_pv_slice(0, first);
-    issue_pv_slice(1, first);
-  }
-  CUTE_DEVICE void release_slice() {
-    release(smem.slice.ring.empty[held.index()]);
-    held.advance();
-  }
-
- private:
-  // Returns the slot of the next slice.
-  CUTE_DEVICE int wait_for_slice() {
-    const int slot = next.index();
-    smem.slice.ring.full[slot].wait(next.phase());
-    next.advance();
-    return slot;
-  }
-  CUTE_DEVICE void issue_qk_slice(const auto& tSrQ, int slice, int slot) {
-    constexpr int kDepth = Traits::kSliceColumns / 16;
-    MmaQk mma;
-    Tensor sK = make_tensor(make_smem_ptr(&smem.slices[0][0]),
-                            typename Traits::LayoutSliceK{});      // (n, columns, slots)
-    Tensor tSrK = mma.get_slice(thread).partition_fragment_B(sK);  // (MMA, MMA_N, MMA_K, slots)
-    multiply_async<kDepth>(mma, tSrQ, slice * kDepth, tSrK(_, _, _, slot), this->tSrS,
-                           slice == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One);
-  }
-  // slice: of the columns of O. first: as above.
-  CUTE_DEVICE void issue_pv_slice(int slice, GMMA::ScaleOut first) {
-    const int slot = wait_for_slice();
-    using Part = decltype(partition_fragment_C(MmaPv{}, Shape<_64, Int<Traits::kMmaColumnsPv>>{}));
-    MmaPv mma;
-    Tensor sV = make_tensor(make_smem_ptr(&smem.slices[0][0]),
-                            typename Traits::LayoutSliceV{});      // (columns, n, slots)
-    Tensor tOrV = mma.get_slice(thread).partition_fragment_B(sV);  // (MMA, MMA_N, MMA_K, slots)
-    Tensor part = make_tensor(&this->tOrO(0) + slice * size(Part{}), typename Part::layout_type{});
-    multiply_async(mma, this->tOrP, tOrV(_, _, _, slot), part, first);
-  }
-};
 
 // Slices where two CTAs of a cluster compute an item (README.md, "More than 256 columns of O").
 // Both take the larger reference of the two, so that one softmax, whose speculation may fail in
 // either half, is that of all keys. A slice is released two slices behind at the latest.
 template <class Traits>
-struct PairedOperands : SlicedOperands<Traits> {
-  using Base = SlicedOperands<Traits>;
+struct PairedMma : SlicedMma<Traits> {
+  using Base = SlicedMma<Traits>;
   using Base::smem;
   using Base::thread;
   using typename Base::OperandP;
@@ -154,8 +61,7 @@ struct PairedOperands : SlicedOperands<Traits> {
   }
   // The other CTA's sums belong to one thread of each quad, which sums up its own.
   CUTE_DEVICE void prepare_o(auto& softmax, const auto&) const {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) softmax.sum[r] += lane_id() % 4 == 0 ? other_sum[r] : 0.0f;
+    for_rows([&](int r) { softmax.sum[r] += lane_id() % 4 == 0 ? other_sum[r] : 0.0f; });
   }
 
  private:
@@ -202,8 +108,7 @@ struct PairedOperands : SlicedOperands<Traits> {
     auto rows_of_o = this->rows_of_o();
     OperandP other;
     read_p_mailbox(other);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for_rows([&](int r) {
       const float before = softmax.reference[r];
       const float next = fmaxf(before, others[r]);
       const float own_factor = softmax.change_of_reference(before, next, scale_log2);
@@ -222,10 +127,45 @@ struct PairedOperands : SlicedOperands<Traits> {
       };
       scale(this->tOrP, own_factor);
       scale(other, other_factor);
-    }
+    });
     Tensor pieces = recast<uint4>(other);
     CUTE_UNROLL
     for (int i = 0; i < size(pieces); ++i) p_mailbox()[i * 32] = pieces(i);
+  }
+};
+
+template <class Traits>
+struct PairedMainloop : ItemLoop<Traits, PairedMainloop<Traits>, PairedMma<Traits>> {
+  using Base = ItemLoop<Traits, PairedMainloop<Traits>, PairedMma<Traits>>;
+  using Base::Base;
+  using Base::mma;
+
+  // The schedule of ForwardMainloop, and the exchange of P(t) with the other CTA. There are no
+  // turns, and O is stored before the next item's P is made: both use the mailbox.
+  template <Work kWork>
+  CUTE_DEVICE void step(const auto& s, const auto& o, const auto& meanwhile) {
+    constexpr bool kQk = kWork != Work::kPv;
+    constexpr bool kPv = kWork != Work::kQk;
+    if constexpr (kQk) {
+      mma.issue_qk();
+      if constexpr (!s.kFirst) this->scores.issue_bias(mma);
+    }
+    if constexpr (kPv) mma.issue_pv();  // of this CTA's keys, and then of the other's
+    if constexpr (kPv && kQk && !s.kFirst) mma.release_p_mailbox();
+    meanwhile();
+    if constexpr (kQk) {
+      mma.template wait_for_s<kPv>(this->is_last(s));
+      this->finish_scores(s);
+    }
+    if constexpr (kPv) {
+      mma.wait_for_o();
+      this->finish_o(o);
+      if constexpr (!kQk || s.kFirst) mma.release_p_mailbox();  // O was staged in it
+    }
+    if constexpr (kQk) {
+      this->exponentiate(s);
+      mma.exchange_p(this->softmax, this->segment(s.item), this->is_last(s));
+    }
   }
 };
 
