@@ -65,13 +65,13 @@ __device__ __forceinline__ void store_row_lse(const LseTensor& tensor, float* pl
 
 template <int kRowsPerThread>
 struct OnlineSoftmax {
-  float reference[kRowsPerThread];  // in units of x, before scale_log2; -inf: no key yet
-  float sum[kRowsPerThread];        // this thread's share of the row
+  float row_max_ref[kRowsPerThread];  // in units of x, before scale_log2; -inf: no key yet
+  float sum[kRowsPerThread];          // this thread's share of the row
 
   __device__ __forceinline__ OnlineSoftmax() {
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      reference[r] = -INFINITY;
+      row_max_ref[r] = -INFINITY;
       sum[r] = 0.0f;
     }
   }
@@ -86,7 +86,7 @@ struct OnlineSoftmax {
   }
 
   __device__ __forceinline__ RowResult finish(int r, float scale_log2) const {
-    return result_of(quad_sum(sum[r]), scaled_reference(reference[r], scale_log2));
+    return result_of(quad_sum(sum[r]), scaled_reference(row_max_ref[r], scale_log2));
   }
   // total: the row's sum, counted from 2^origin.
   __device__ static __forceinline__ RowResult result_of(float total, float origin) {
@@ -104,12 +104,12 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void finish_huge(int r, float scale_log2, PartialLse& lse) const {
     if (!is_huge(lse.high)) return;
     lse.high = fminf(fmaxf(lse.high, -FLT_MAX), FLT_MAX);  // what base 2 overflows has its order
-    lse.low += shrunk_rest(reference[r], scale_log2, lse.high);
+    lse.low += shrunk_rest(row_max_ref[r], scale_log2, lse.high);
   }
 
   // The origin of a row that is not huge: 0 while the row has no key.
-  __device__ static __forceinline__ float scaled_reference(float reference, float scale_log2) {
-    return reference == -INFINITY ? 0.0f : __fmul_rn(reference, scale_log2);
+  __device__ static __forceinline__ float scaled_reference(float row_max_ref, float scale_log2) {
+    return row_max_ref == -INFINITY ? 0.0f : __fmul_rn(row_max_ref, scale_log2);
   }
   __device__ static __forceinline__ bool is_huge(float scaled_reference) {
     return fabsf(scaled_reference) >= 0x1p24f;
@@ -127,7 +127,7 @@ struct OnlineSoftmax {
   template <class Scores>
   __device__ __forceinline__ void center_if_huge(int r, Scores& scores, float& offset) const {
     using namespace cute;
-    float zero = is_huge(offset) ? reference[r] : 0.0f;
+    float zero = is_huge(offset) ? row_max_ref[r] : 0.0f;
     offset = is_huge(offset) ? 0.0f : offset;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(scores); ++c) scores(r, c) = __fsub_rn(scores(r, c), zero);
@@ -165,19 +165,19 @@ struct OnlineSoftmax {
 
  private:
   // Exact: two floats' product fits a double.
-  __device__ static __forceinline__ double origin(float reference, float scale_log2) {
-    float scaled = __fmul_rn(reference, scale_log2);
-    return is_huge(scaled) ? static_cast<double>(reference) * scale_log2 : scaled;
+  __device__ static __forceinline__ double origin(float row_max_ref, float scale_log2) {
+    float scaled = __fmul_rn(row_max_ref, scale_log2);
+    return is_huge(scaled) ? static_cast<double>(row_max_ref) * scale_log2 : scaled;
   }
 
   // Returns the rounding error of a huge reference's product, which distinguishes chunks whose
   // products round to one number. Beyond 2^30 it is scaled down to the error at 2^30, 64 at most,
   // so that the logarithm of the sum keeps its bits when added; two references differ by 64 and
   // more even then.
-  __device__ static __forceinline__ float shrunk_rest(float reference, float scale_log2,
+  __device__ static __forceinline__ float shrunk_rest(float row_max_ref, float scale_log2,
                                                       float high) {
     float shrink = 0x1p-30f * reciprocal_approx(fabsf(high) * 0x1p-60f);  // 2^30 / |high|
-    return fmaf(reference, scale_log2, -high) * fminf(shrink, 1.0f);
+    return fmaf(row_max_ref, scale_log2, -high) * fminf(shrink, 1.0f);
   }
 };
 

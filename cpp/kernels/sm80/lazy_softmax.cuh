@@ -24,7 +24,7 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
 
   using Base = OnlineSoftmax<kRowsPerThread>;
   using Base::quad_max;
-  using Base::reference;
+  using Base::row_max_ref;
   using Base::sum;
 
   // Running maxima of the item. Each of the four lanes that share rows keeps one row's maximum.
@@ -73,11 +73,11 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       // True also for a row's first key: x - (-inf) is +inf. -inf - (-inf) is NaN: false.
-      bool moves = (tile_max[r] - reference[r]) * scale_log2 > params.lazy_bits;
-      next[r] = moves ? tile_max[r] : reference[r];
+      bool moves = (tile_max[r] - row_max_ref[r]) * scale_log2 > params.lazy_bits;
+      next[r] = moves ? tile_max[r] : row_max_ref[r];
       offset[r] = Base::scaled_reference(next[r], scale_log2);
       // Tested again for each tile, because the products need the registers.
-      special |= moves | Base::is_huge(Base::scaled_reference(reference[r], scale_log2));
+      special |= moves | Base::is_huge(Base::scaled_reference(row_max_ref[r], scale_log2));
     }
     if (__any_sync(0xffffffffu, special)) move(next, offset, scores, out, scale_log2);
     return true;
@@ -114,19 +114,19 @@ struct LazySoftmax : OnlineSoftmax<kRowsPerThread> {
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       any_huge |= Base::is_huge(offset[r]) |
-                  Base::is_huge(Base::scaled_reference(reference[r], scale_log2));
+                  Base::is_huge(Base::scaled_reference(row_max_ref[r], scale_log2));
     }
     any_huge = __any_sync(0xffffffffu, any_huge);
     CUTE_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       // Rounded as in the last tile: an FMA here would round differently.
-      float scaled = __fmul_rn(reference[r], scale_log2);
+      float scaled = __fmul_rn(row_max_ref[r], scale_log2);
       float factor = exp2_approx(scaled - offset[r]);
-      if (any_huge) factor = Base::change_of_origin(reference[r], next[r], scale_log2);
+      if (any_huge) factor = Base::change_of_origin(row_max_ref[r], next[r], scale_log2);
       // A row that did not move is multiplied by exactly 1: its result never depends on its
       // neighbours.
-      if (next[r] == reference[r]) factor = 1.0f;
-      reference[r] = next[r];
+      if (next[r] == row_max_ref[r]) factor = 1.0f;
+      row_max_ref[r] = next[r];
       sum[r] = __fmul_rn(sum[r], factor);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); ++c) out(r, c) *= factor;

@@ -46,7 +46,7 @@ struct DecodeMerge {
   CUTE_DEVICE void share(const SpeculativeSoftmax& softmax) const {
     for_rows([&](int r) {
       float total = SpeculativeSoftmax::quad_sum(softmax.sum[r]);
-      if (lane_id() % 4 == 0) smem.rows[warp][row_of(r)] = {softmax.reference[r], total};
+      if (lane_id() % 4 == 0) smem.rows[warp][row_of(r)] = {softmax.row_max_ref[r], total};
     });
   }
   // The softmax over the keys of all warps. part: the factors of this warp's part of O.
@@ -59,18 +59,18 @@ struct DecodeMerge {
       CUTE_UNROLL
       for (int w = 0; w < Traits::kWarps; ++w) {
         rows[w] = smem.rows[w][row_of(r)];
-        whole.reference[r] = fmaxf(whole.reference[r], rows[w].reference);
+        whole.row_max_ref[r] = fmaxf(whole.row_max_ref[r], rows[w].row_max_ref);
       }
       float total = 0.0f;
       CUTE_UNROLL
       for (int w = 0; w < Traits::kWarps; ++w) {
         total += rows[w].sum * SpeculativeSoftmax::change_of_reference(
-                                   rows[w].reference, whole.reference[r], scale_log2);
+                                   rows[w].row_max_ref, whole.row_max_ref[r], scale_log2);
       }
       // finish() adds up a quad's sums.
       whole.sum[r] = lane_id() % 4 == 0 ? total : 0.0f;
-      part[r] = SpeculativeSoftmax::change_of_reference(softmax.reference[r], whole.reference[r],
-                                                        scale_log2);
+      part[r] = SpeculativeSoftmax::change_of_reference(softmax.row_max_ref[r],
+                                                        whole.row_max_ref[r], scale_log2);
     });
     return whole;
   }

@@ -60,7 +60,7 @@ struct DecodeTraits {
 
 // Softmax state of a row over one warp's keys: the reference, and the sum relative to it.
 struct RowState {
-  float reference;
+  float row_max_ref;
   float sum;
 };
 

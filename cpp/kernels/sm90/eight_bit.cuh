@@ -48,7 +48,7 @@ struct EightBitSoftmax : SpeculativeSoftmax {
 
   CUTE_DEVICE void begin(auto& mma, const auto& shift, const auto&) {
     *this = {};
-    maxima(mma.rows_of_s(), shift, reference);
+    maxima(mma.rows_of_s(), shift, row_max_ref);
   }
   CUTE_DEVICE void update(auto& mma, const auto& shift, const auto& segment) {
     float tile_sum[kRows];
@@ -65,16 +65,16 @@ struct EightBitSoftmax : SpeculativeSoftmax {
     for_rows([&](int r) {
       tile_max[r] = shift.add_to(r, tile_max[r]);
       largest[r] = fmaxf(largest[r], tile_max[r]);
-      exceeds |= tile_max[r] > reference[r] + room;
+      exceeds |= tile_max[r] > row_max_ref[r] + room;
     });
     moved = __any_sync(0xffffffffu, exceeds);
     if (moved) {
       for_rows([&](int r) {
         const float row_max = quad_max(tile_max[r]);
-        const float next = row_max > reference[r] + room ? row_max : reference[r];
+        const float next = row_max > row_max_ref[r] + room ? row_max : row_max_ref[r];
         factor[r] = change_to(r, next, segment);
         sum[r] *= factor[r];
-        reference[r] = next;
+        row_max_ref[r] = next;
       });
     }
   }
@@ -90,11 +90,11 @@ struct EightBitSoftmax : SpeculativeSoftmax {
       const float row_max = quad_max(largest[r]);
       const float highest = fmaf(kSlack, segment.x_per_logit, row_max);
       const float room = kMaxSumExponent - log2_approx(totals[r]);
-      const float lowest = fmaxf(row_max, fmaf(-room, x_per_bit, reference[r]));
-      const float next = fmaxf(fminf(reference[r], highest), lowest);
-      if (next != reference[r] && row_max != -INFINITY && !returns_maxima(segment)) {
+      const float lowest = fmaxf(row_max, fmaf(-room, x_per_bit, row_max_ref[r]));
+      const float next = fmaxf(fminf(row_max_ref[r], highest), lowest);
+      if (next != row_max_ref[r] && row_max != -INFINITY && !returns_maxima(segment)) {
         sum[r] *= change_to(r, next, segment);
-        reference[r] = next;
+        row_max_ref[r] = next;
       }
       largest[r] = -INFINITY;
     });
@@ -112,8 +112,8 @@ struct EightBitSoftmax : SpeculativeSoftmax {
   // change_of_reference(): for a row without keys the product is -inf, and its sum is 0.
   CUTE_DEVICE float change_to(int r, float next, const auto& segment) const {
     const float scale_log2 = segment.logits.scale_log2;
-    const float bits = __fmul_rn(reference[r], scale_log2) - __fmul_rn(next, scale_log2);
-    return next == reference[r] ? 1.0f : exp2_approx(bits);
+    const float bits = __fmul_rn(row_max_ref[r], scale_log2) - __fmul_rn(next, scale_log2);
+    return next == row_max_ref[r] ? 1.0f : exp2_approx(bits);
   }
 };
 
@@ -126,7 +126,7 @@ struct EightBitMma : WholeMma<Traits> {
   static constexpr int kShared = Traits::kSharedSums;
 
   // References of the sums. From prepare_o() on, the sums' factors to the item's last references.
-  float reference[2];
+  float row_max_ref[2];
   float4 sums[kParts - kShared];  // of the last parts
   int tiles;                      // in the accumulators
   bool has_sums = false;
@@ -147,7 +147,7 @@ struct EightBitMma : WholeMma<Traits> {
     Tensor parts = recast<float4>(this->tOrO);
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i) (i < kShared ? shared_sum(i) : sums[i - kShared]) = parts(i);
-    for_rows([&](int r) { reference[r] = softmax.reference[r]; });
+    for_rows([&](int r) { row_max_ref[r] = softmax.row_max_ref[r]; });
     this->first_pv = GMMA::ScaleOut::Zero;
     tiles = 0;
     has_sums = true;
@@ -156,8 +156,8 @@ struct EightBitMma : WholeMma<Traits> {
   template <class Softmax, class Segment>
   CUTE_DEVICE void prepare_o(const Softmax& softmax, const Segment& segment) {
     for_rows([&](int r) {
-      reference[r] = Softmax::change_of_reference(reference[r], softmax.reference[r],
-                                                  segment.logits.scale_log2);
+      row_max_ref[r] = Softmax::change_of_reference(row_max_ref[r], softmax.row_max_ref[r],
+                                                    segment.logits.scale_log2);
     });
   }
   CUTE_DEVICE void finish_o() {
@@ -176,8 +176,8 @@ struct EightBitMma : WholeMma<Traits> {
     Tensor parts = recast<float4>(this->tOrO);
     auto add = [&](int part, const float4& sum) {
       const float4 o = parts(part);
-      parts(part) = float4{fmaf(sum.x, reference[0], o.x), fmaf(sum.y, reference[0], o.y),
-                           fmaf(sum.z, reference[1], o.z), fmaf(sum.w, reference[1], o.w)};
+      parts(part) = float4{fmaf(sum.x, row_max_ref[0], o.x), fmaf(sum.y, row_max_ref[0], o.y),
+                           fmaf(sum.z, row_max_ref[1], o.z), fmaf(sum.w, row_max_ref[1], o.w)};
     };
     float4 read[2][kGroup];
     CUTE_UNROLL

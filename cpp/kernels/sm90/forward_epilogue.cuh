@@ -88,7 +88,7 @@ struct ForwardEpilogue : ItemView {
       ready.factor[r] = result[r].factor * out_scale();
       // A huge row's P may all be rounded to 0, which does not make it a row without keys.
       ready.empty[r] =
-          Traits::kRowSumColumns > 0 ? softmax.reference[r] == -INFINITY : result[r].empty;
+          Traits::kRowSumColumns > 0 ? softmax.row_max_ref[r] == -INFINITY : result[r].empty;
     });
     ready.o = target.o;
     // No branch around the shuffles: it would cost registers on the way to the next item.

@@ -50,7 +50,8 @@ struct PairedMma : SlicedMma<Traits> {
     other_sum[0] = rows.z;
     other_sum[1] = rows.w;
     const float references[2] = {rows.x, rows.y};
-    if (__any_sync(0xffffffffu, rows.x != softmax.reference[0] || rows.y != softmax.reference[1])) {
+    if (__any_sync(0xffffffffu,
+                   rows.x != softmax.row_max_ref[0] || rows.y != softmax.row_max_ref[1])) {
       sync_row_max(softmax, references, segment.logits.scale_log2);
     }
   }
@@ -99,8 +100,8 @@ struct PairedMma : SlicedMma<Traits> {
     auto sum = [&](int r) {
       return __float_as_uint(is_last ? softmax.quad_sum(softmax.sum[r]) : 0.0f);
     };
-    const uint4 rows{__float_as_uint(softmax.reference[0]), __float_as_uint(softmax.reference[1]),
-                     sum(0), sum(1)};
+    const uint4 rows{__float_as_uint(softmax.row_max_ref[0]),
+                     __float_as_uint(softmax.row_max_ref[1]), sum(0), sum(1)};
     if (lane_id() % 4 == 0) send(in_other(&pair.rows[warp()][lane_id() / 4]), rows);
   }
   // Makes O, both parts of P, and their sums relative to the larger reference of each row.
@@ -109,11 +110,11 @@ struct PairedMma : SlicedMma<Traits> {
     OperandP other;
     read_p_mailbox(other);
     for_rows([&](int r) {
-      const float before = softmax.reference[r];
+      const float before = softmax.row_max_ref[r];
       const float next = fmaxf(before, others[r]);
       const float own_factor = softmax.change_of_reference(before, next, scale_log2);
       const float other_factor = softmax.change_of_reference(others[r], next, scale_log2);
-      softmax.reference[r] = next;
+      softmax.row_max_ref[r] = next;
       softmax.sum[r] *= own_factor;
       other_sum[r] *= other_factor;
       CUTE_UNROLL

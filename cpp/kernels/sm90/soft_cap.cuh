@@ -25,11 +25,11 @@ struct SoftCap {
   static constexpr float kReference = 16.0f;
   static constexpr float kLargestBounded = 50.0f;
 
-  float y_per_s;    // sm_scale / c
-  float reference;  // of every row, in units of x; -inf: its maximum so far
+  float y_per_s;      // sm_scale / c
+  float row_max_ref;  // of every row, in units of x; -inf: its maximum so far
   CapForm form;
 
-  __host__ __device__ bool is_bounded() const { return reference != -INFINITY; }
+  __host__ __device__ bool is_bounded() const { return row_max_ref != -INFINITY; }
 
   // Returns nullptr, or what is wrong with PREFLASH_SOFT_CAP.
   const char* set(const ForwardSegment& segment, DType p_dtype, float scale_log2) {
@@ -44,7 +44,7 @@ struct SoftCap {
     y_per_s = caps ? segment.sm_scale / segment.soft_cap : 0.0f;
     const bool bounded = form == CapForm::kHardware && p_dtype == DType::kBFloat16 &&
                          segment.soft_cap <= kLargestBounded;
-    reference = bounded ? kReference / scale_log2 : -INFINITY;
+    row_max_ref = bounded ? kReference / scale_log2 : -INFINITY;
     return nullptr;
   }
   // Caps a whole tile, in place.
@@ -106,7 +106,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
       return;
     }
     CUTE_UNROLL
-    for (float& of_row : reference) of_row = segment.cap.reference;
+    for (float& of_row : row_max_ref) of_row = segment.cap.row_max_ref;
   }
   CUTE_DEVICE void update(auto& mma, const NoShift& shift, const auto& segment) {
     if (!segment.cap.is_bounded()) return SpeculativeSoftmax::update(mma, shift, segment);
@@ -140,7 +140,7 @@ struct CappedSoftmax : SpeculativeSoftmax {
   }
 
  private:
-  CUTE_DEVICE bool has_reference(int r) const { return reference[r] != -INFINITY; }
+  CUTE_DEVICE bool has_reference(int r) const { return row_max_ref[r] != -INFINITY; }
 
   CUTE_DEVICE void raise(auto& mma, float scale_log2) {
     if (!__any_sync(0xffffffffu, is_second[0] || is_second[1])) return;

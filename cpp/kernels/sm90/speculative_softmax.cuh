@@ -132,7 +132,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // scores of a row lack.
   template <DType kP, class Shift>
   CUTE_DEVICE RowResult finish(int r, const Shift& shift, float scale_log2, LseForm form) const {
-    float origin = scaled_reference(reference[r], scale_log2);
+    float origin = scaled_reference(row_max_ref[r], scale_log2);
     float total = quad_sum(sum[r]);
     RowResult result = result_of(fabsf(origin) >= max_origin_of(kP) ? NAN : total, origin);
     if (exponent_of(kP) != 0) result.lse.low -= exponent_of(kP);
@@ -143,7 +143,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   // Returns the weight of a logit in base 2, in units of P. NaN as finish() has it.
   template <DType kP>
   CUTE_DEVICE float weight_of(int r, float logit, float scale_log2) const {
-    float origin = scaled_reference(reference[r], scale_log2);
+    float origin = scaled_reference(row_max_ref[r], scale_log2);
     return fabsf(origin) >= max_origin_of(kP) ? NAN : exp2_approx(logit - origin + exponent_of(kP));
   }
 
@@ -168,7 +168,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     cutlass::NumericArrayConverter<Element, float, kWord> convert;
     float offset[kRows];
     for_rows([&](int r) {
-      offset[r] = shift.origin(r, scaled_reference(reference[r], scale_log2), scale_log2);
+      offset[r] = shift.origin(r, scaled_reference(row_max_ref[r], scale_log2), scale_log2);
       if (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
     });
@@ -201,11 +201,11 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
       unsigned quad = __ballot_sync(0xffffffffu, moves[r]) >> (threadIdx.x % 32 & ~3u) & 0xfu;
       if (quad == 0) continue;
       // A large part of a sum may be that of many small weights.
-      float next = fmaxf(reference[r], tile_max[r]);
-      float factor = exp2_approx(scaled_reference(reference[r], scale_log2) -
+      float next = fmaxf(row_max_ref[r], tile_max[r]);
+      float factor = exp2_approx(scaled_reference(row_max_ref[r], scale_log2) -
                                  scaled_reference(next, scale_log2));
-      moved |= next != reference[r];
-      reference[r] = next;
+      moved |= next != row_max_ref[r];
+      row_max_ref[r] = next;
       sum[r] *= factor;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= factor;
@@ -218,8 +218,8 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
   CUTE_DEVICE void init_row_max(const float (&tile_max)[kRows]) {
     bool missing = false;
     for_rows([&](int r) {
-      if (reference[r] == -INFINITY) reference[r] = tile_max[r];
-      missing |= reference[r] == -INFINITY;
+      if (row_max_ref[r] == -INFINITY) row_max_ref[r] = tile_max[r];
+      missing |= row_max_ref[r] == -INFINITY;
     });
     has_row_max = !__any_sync(0xffffffffu, missing);
   }
