@@ -1,6 +1,7 @@
 // The operands and products of one warp of a decode kernel, by mma.sync: 16 rows of Q, which stay
-// in registers, and a slice of keys. Their order is free where both sides of a product share it
-// (README.md): so a lane reads neighbouring bytes, and V needs no transpose.
+// in registers, and a slice of keys. Their order is free where both sides of a product share it: of
+// dimensions in Q K^T, of columns of V in P V. So a lane reads neighbouring bytes, and V needs no
+// transpose.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
