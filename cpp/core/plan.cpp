@@ -213,7 +213,6 @@ PlanSizes Plan::total_sizes() const {
     total.makespan_kv_tiles += round.makespan_kv_tiles;
     for (int s = 0; s < segments_.size(); ++s) {
       total.segments[s].num_merges += round.segments[s].num_merges;
-      total.segments[s].num_partial_rows += round.segments[s].num_partial_rows;
     }
   }
   return total;

@@ -61,7 +61,7 @@ class Plan {
   // Sizes and layout of the first round, whose requests serve the others, too.
   const PlanSizes& sizes() const { return rounds_[0].planner.sizes(); }
   const PlanLayout& layout() const { return rounds_[0].planner.layout(); }
-  // Sums over all rounds, but for num_ctas and num_requests.
+  // Sums over all rounds of items, KV tiles and merges; the rest is the first round's.
   PlanSizes total_sizes() const;
   int device() const { return device_; }
 

@@ -120,7 +120,8 @@ void check_item_count(const SegmentProblem& problem, std::int64_t items_per_head
 
 void check_rounds(const SegmentProblem& problem, const SplitLimits& limits, std::int64_t rows,
                   std::int64_t tile_rows) {
-  const std::int64_t least = std::max(ceil_div(rows, kMostRounds), tile_rows);
+  // A launch ends where the next tile exceeds the room or an even share of the rows.
+  const std::int64_t least = std::min(ceil_div(rows, kMostRounds) + tile_rows - 1, rows);
   if (least > limits.segments[0].rows) refuse_rows(problem, limits, 1, least);
 }
 

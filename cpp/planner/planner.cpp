@@ -57,14 +57,15 @@ Schedule schedule_for(const FamilyTraits& family, const Problem& problem, Planne
 }
 
 Planner::Planner(const Problem& problem, const DeviceFacts& facts, const SegmentKernels& kernels,
-                 PlannerOptions options) {
+                 PlannerOptions options)
+    : is_first_(options.first_tile == 0) {
   const Schedule schedule_kind = schedule_for(kernels[0]->traits, problem, options);
   if (problem.segments[0].graph_max_rows > 0 && schedule_kind == Schedule::kOnePerItem) {
     refuse("schedule: a CUDA graph needs a fixed number of CTAs, so it cannot run one per item");
   }
   const std::int64_t cta_slots = slots_of(facts, kernels);
   for (int s = 0; s < problem.segments.size(); ++s) {
-    read_segment(problem.segments[s], *kernels[s], options.first_tile == 0);
+    read_segment(problem.segments[s], *kernels[s]);
   }
   split(problem, {.all = cta_slots, .full = full_slots_of(facts, kernels)}, kernels,
         options.first_tile);
@@ -72,8 +73,7 @@ Planner::Planner(const Problem& problem, const DeviceFacts& facts, const Segment
   count();
 }
 
-void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& kernel,
-                           bool holds_mask_tiles) {
+void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& kernel) {
   const std::int32_t index = segments_.size();
   Segment& segment = segments_.add(
       {.first_request = static_cast<std::int32_t>(requests_.size()),
@@ -92,8 +92,7 @@ void Planner::read_segment(const SegmentProblem& problem, const ForwardKernel& k
     if (problem.mask == Mask::kCustom) info.mask_begin = problem.mask_indptr[i];
     info.segment = index;
   }
-  if (holds_mask_tiles && problem.mask == Mask::kCustom &&
-      kernel.mask_tile_use == MaskTileUse::kUsed) {
+  if (is_first_ && problem.mask == Mask::kCustom && kernel.mask_tile_use == MaskTileUse::kUsed) {
     count_mask_tiles(problem, segment);
   }
 }
@@ -281,9 +280,11 @@ void Planner::write(void* image) const {
 }
 
 void Planner::lay_out(Arena& ints, Arena& floats, PlanLayout& layout) const {
-  layout.requests = ints.take<RequestInfo>(std::ssize(requests_), [&](RequestInfo* requests) {
-    std::copy(requests_.begin(), requests_.end(), requests);
-  });
+  if (is_first_) {
+    layout.requests = ints.take<RequestInfo>(std::ssize(requests_), [&](RequestInfo* requests) {
+      std::copy(requests_.begin(), requests_.end(), requests);
+    });
+  }
   layout.items = ints.take<WorkItem>(item_capacity_, [&](WorkItem* items) { write_items(items); });
   if (assignment_.present()) {
     const std::vector<std::int32_t>& cta_begin = assignment_.cta_begin;

@@ -97,9 +97,7 @@ class Planner {
     std::int64_t mask_tiles_capacity = 0;
   };
 
-  // holds_mask_tiles: the launch is the first of its plan, whose mask tiles the others read, too.
-  void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel,
-                    bool holds_mask_tiles);
+  void read_segment(const SegmentProblem& problem, const ForwardKernel& kernel);
   void count_mask_tiles(const SegmentProblem& problem, Segment& segment) const;
   void split(const Problem& problem, CtaSlots slots, const SegmentKernels& kernels,
              std::int64_t first_tile);
@@ -118,6 +116,7 @@ class Planner {
 
   static constexpr std::int64_t kAllTiles = std::numeric_limits<std::int64_t>::max();
 
+  bool is_first_;  // holds the requests and mask tiles that all launches of its plan read
   std::vector<RequestInfo> requests_;
   PerSegment<Segment> segments_;
   std::int64_t end_tile_ = kAllTiles;

@@ -336,7 +336,7 @@ def planned_rounds(**case) -> list[Planned]:
     each, and that all together cover every row and key once."""
     rounds = [plan(**case)]
     while (first := rounds[-1].end_tile) is not None:
-        rounds.append(plan(**case, first_tile=first))
+        rounds.append(replace(plan(**case, first_tile=first), requests=rounds[0].requests))
     for one in rounds:
         _check_launch(one)
     both = {name: np.concatenate([getattr(one, name) for one in rounds])

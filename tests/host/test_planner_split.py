@@ -125,5 +125,10 @@ def test_launches_share_their_partial_rows():
     room = {"float_workspace_bytes": partial_bytes(1000), "fixed_split_size": 128}
     rounds = planned_rounds(**ragged([1] * 200, [640] * 200, **room))
     assert [made.sizes["num_partial_rows"] for made in rounds] == [1000] * 4
+    # Launches that their tiles fill by half.
+    tall = {"num_qo_heads": 1, "num_kv_heads": 1, "fixed_split_size": 2048}
+    room = {"float_workspace_bytes": partial_bytes(254 + 127)}
+    assert len(planned_rounds(**ragged([64] * 127, [4096] * 127, **tall, **room))) <= 64
+    room = {"float_workspace_bytes": partial_bytes(1000), "fixed_split_size": 128}
     most, least = planned_rounds(**ragged([1] * 51, [640] * 51, **room))
     assert most.sizes["num_partial_rows"] - least.sizes["num_partial_rows"] <= 20

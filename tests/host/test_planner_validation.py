@@ -91,7 +91,8 @@ TOO_FINE = long(fixed_split_size=1, float_workspace_bytes=2**62)
 RESERVED = long(1, 1, graph_max_rows=MOST)
 # 2^28 rows of partial results, and the bytes of each of 64 launches.
 HALF_SPLIT = long(LIMIT // 8, 128, fixed_split_size=64)
-HALF_BYTES = partial_bytes(LIMIT // 256)
+HALF_ROWS = LIMIT // 256 + 255  # of each launch, up to the next tile
+HALF_BYTES = partial_bytes(HALF_ROWS)
 # Either segment has fewer than 2^31 items, both have more.
 HALF = segment([1 << 24] * 4, [1] * 4, **heads(32), tile_m=1)
 # Splits of few rows, and the bytes that they need.
@@ -127,7 +128,7 @@ PLANS = [
                "at most 32767"),
     (TOO_FINE | {"fixed_split_size": LIMIT // 32767 // 64 * 64 + 64},
      "work items for each of 1 KV heads"),
-    (HALF_SPLIT, f"needs {HALF_BYTES} bytes for partial results of {LIMIT // 256} rows"),
+    (HALF_SPLIT, f"needs {HALF_BYTES} bytes for partial results of {HALF_ROWS} rows"),
     *(
         (RESERVED | split | heads(32767),
          rf"graph_max_rows = {MOST}: a CUDA graph would reserve \d+ work items")

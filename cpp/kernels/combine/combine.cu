@@ -174,7 +174,8 @@ __device__ __forceinline__ void combine_row(const CombineParams& params, const M
            head * params.o.stride_head + column;
     Pack<T, Shape::kWidth> out;
 #pragma unroll
-    for (int c = 0; c < Shape::kWidth; ++c) out.element[c] = from_float<T>(sums.o.of[c] * factor);
+    for (int c = 0; c < Shape::kWidth; ++c)
+      out.element[c] = from_float<T>(fmaf(sums.o.of[c], factor, 0.0f));
     *reinterpret_cast<Pack<T, Shape::kWidth>*>(o) = out;
   }
   if (column == 0 && params.lse.data != nullptr) {
