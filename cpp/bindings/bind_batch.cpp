@@ -49,6 +49,7 @@ void bind_batch(py::module_& m) {
            py::arg("arrays"), py::arg("page_size"), py::arg("lengths_are_upper_bounds") = false)
       .def_property_readonly("num_requests", &Batch::num_requests)
       .def_property_readonly("page_size", &Batch::page_size)
+      // True: both queries and keys. plan()'s option of this name: kv_lengths_are_upper_bounds.
       .def_property_readonly("lengths_are_upper_bounds", &Batch::lengths_are_upper_bounds)
       .def("use_block_table", &Batch::use_block_table, py::arg("row_stride"))
       .def_property_readonly("page_entries", &Batch::page_entries)

@@ -21,8 +21,9 @@ struct BatchArrays {
   const std::int32_t* last_page_len = nullptr;  // null: ragged
   int num_requests = 0;
   int page_size = 0;  // 0: ragged
-  // True if these lengths are only upper bounds: the true ones are on the device, and
-  // DevicePlan::set_lengths() puts them in place before a run.
+  // True if the lengths of queries and of keys are upper bounds: the true ones are on the device,
+  // and DevicePlan::set_lengths() puts them in place before a run. NOTE: plan()'s option of this
+  // name bounds the keys alone: Batch::use_kv_upper_bounds().
   bool lengths_are_upper_bounds = false;
 };
 
@@ -38,6 +39,7 @@ class Batch {
 
   int num_requests() const { return static_cast<int>(qo_indptr_.size()) - 1; }
   int page_size() const { return page_size_; }
+  // BatchArrays::lengths_are_upper_bounds, not plan()'s option of this name.
   bool lengths_are_upper_bounds() const { return lengths_are_upper_bounds_; }
   std::int32_t qo_begin() const { return qo_indptr_.front(); }
   std::int32_t kv_begin() const { return kv_indptr_.front(); }
@@ -63,7 +65,8 @@ class Batch {
   // Number of page indices up to the last one that a request owns.
   std::int64_t page_entries() const;
 
-  // The keys of each request are upper bounds: a run brings their numbers (RunExtras::kv_lens).
+  // Makes the lengths of keys upper bounds, as plan(lengths_are_upper_bounds=True) does: a run
+  // brings the numbers of keys (RunExtras::kv_lens).
   void use_kv_upper_bounds() { kv_lengths_are_upper_bounds_ = true; }
   bool kv_lengths_are_upper_bounds() const { return kv_lengths_are_upper_bounds_; }
 

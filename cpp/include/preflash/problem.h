@@ -25,7 +25,8 @@ struct SegmentProblem : AttentionOptions {
   std::span<const std::int32_t> page_begin;
   std::span<const std::int64_t> mask_indptr;  // [batch + 1], bytes; empty: no custom mask
   std::int32_t page_size = 0;                 // 0: ragged
-  // True if the lengths are upper bounds: only the device knows the lengths of a run.
+  // True if lengths of keys, or of queries and keys, are upper bounds: only the device knows the
+  // lengths of a run. Batch::describe() sets it if either flag of Batch is set.
   bool lengths_are_upper_bounds = false;
 
   bool paged() const { return page_size != 0 || !last_page_len.empty(); }

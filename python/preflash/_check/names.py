@@ -7,19 +7,24 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'$")
 
 
-def with_nearest(message: str, names: Iterable[str]) -> str:
-    """A TypeError's message about an unknown keyword with the nearest name, as Python 3.13 has it;
-    every other message as it is."""
+def with_nearest(
+    message: str, names: Iterable[str], ways_out: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """A TypeError's message about an unknown keyword with its way out or with the nearest name, as
+    Python 3.13 has it; every other message as it is."""
     import difflib  # needed once something is wrong
 
     unknown = _UNKNOWN.search(message)
+    if unknown and unknown[1] in ways_out:
+        return f"{message}: {ways_out[unknown[1]]}"
     near = difflib.get_close_matches(unknown[1], names, n=1) if unknown else []
     return f"{message}. Did you mean {near[0]!r}?" if near else message
 
@@ -27,10 +32,13 @@ def with_nearest(message: str, names: Iterable[str]) -> str:
 REFUSALS = (TypeError, ValueError, NotImplementedError)
 
 
-def renamed_error(error: Exception, names: Mapping[str, str]) -> Exception:
-    """Returns the error of REFUSALS with its words replaced by `names`."""
+def raise_renamed(error: Exception, names: Mapping[str, str]) -> NoReturn:
+    """Raises the error of REFUSALS with its words replaced by `names`. Its cause is the original
+    error, whose traceback ends at the check and whose message has the words of the source."""
     says = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
-    return error if says == str(error) else type(error)(says)
+    if says == str(error):
+        raise error
+    raise type(error)(says) from error
 
 
 @contextlib.contextmanager
@@ -39,10 +47,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except REFUSALS as error:
-        found = renamed_error(error, names)
-        if found is error:
-            raise
-        raise found from None
+        raise_renamed(error, names)
 
 
 def tells_nearest(function: Function) -> Function:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from .. import _core
+from .._check.calls import DecodePlanArguments
 from .._check.names import with_nearest
 from .._check.outputs import Outputs
 from .._check.torch_modes import (
@@ -26,6 +27,12 @@ Self = TypeVar("Self")
 Result = TypeVar("Result")
 
 _signature = functools.cache(inspect.signature)
+
+_USE_PREFILL = "use BatchPrefillWithPagedKVCacheWrapper with one query per request"
+# What to do instead of passing a keyword that a call lacks.
+_WAYS_OUT = {
+    DecodePlanArguments: dict.fromkeys(("custom_mask", "packed_custom_mask"), _USE_PREFILL)
+}
 
 
 def _is_integer(value: Any) -> bool:
@@ -242,7 +249,8 @@ def _refuse(kind: type, function: Callable, args: tuple, kwargs: dict[str, Any])
     try:
         _signature(kind).bind(*args, **kwargs)
     except TypeError as error:
-        says = with_nearest(str(error), _signature(kind).parameters)
+        names, ways_out = _signature(kind).parameters, _WAYS_OUT.get(kind, {})
+        says = with_nearest(str(error), names, ways_out)
         raise TypeError(f"{function.__qualname__}(): {says}") from None
 
 

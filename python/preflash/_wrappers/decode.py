@@ -17,12 +17,13 @@ from .._check.calls import (
     PagedPlanArguments,
 )
 from .._check.lengths import IndexArrays
-from .._check.names import REFUSALS, renamed, renamed_error, tells_nearest
+from .._check.names import REFUSALS, raise_renamed, renamed, tells_nearest
 from .._check.outputs import DEFAULT_OUTPUTS, Outputs
 from .._check.request import Request
 from .._check.tensors import check_decode_rows
 from .._compat.engine_attributes import planned_pages
 from .._compat.signatures import forwards, plans, takes
+from .graph import required_buffer
 from .options import lists_options_of
 from .paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -101,15 +102,15 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
 
     def _take_graph_buffers(self) -> None:
         given = self._given_buffers
-        last_page_len = given["paged_kv_last_page_len_buf"]
-        if given["qo_indptr_buf"] is None and isinstance(last_page_len, torch.Tensor):
-            each = _one_query_each(last_page_len)
-            qo_indptr = each.to(last_page_len.device, copy=True)
-            self._given_buffers = {**given, "qo_indptr_buf": qo_indptr}
+        if given["qo_indptr_buf"] is not None:
             super()._take_graph_buffers()
-            self._graph.filled_with = each
             return
+        last_page_len = required_buffer("paged_kv_last_page_len_buf", given)
+        each = _one_query_each(last_page_len)
+        qo_indptr = each.to(last_page_len.device, copy=True)
+        self._given_buffers = {**given, "qo_indptr_buf": qo_indptr}
         super()._take_graph_buffers()
+        self._graph.filled_with = each
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -130,7 +131,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
             q_len_per_req: queries of every request, 1 by default. More than one are causal among
                 themselves, the last of the request's keys; no request may then have fewer keys.
             The others, fixed_split_size (in keys) included, and the errors are those of
-            BatchPrefillWithPagedKVCacheWrapper.plan().
+            BatchPrefillWithPagedKVCacheWrapper.plan(). There is no custom_mask: use that wrapper
+            with one query per request.
         """
         super()._make_plan(*self._as_prefill(a))
         self._made_from = converted(a, DecodePlanArguments, **_NO_ARRAYS)
@@ -149,7 +151,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchPrefillWithPagedKVCacheWrapper):
         try:
             return super()._drafted(*args)
         except REFUSALS as error:
-            raise renamed_error(error, _NAMES) from None
+            raise_renamed(error, _NAMES)
 
     @takes(DecodePlanArguments)
     def workspace_size(self, a: DecodePlanArguments) -> tuple[int, int]:

@@ -103,6 +103,16 @@ def check_graph_buffers(given: dict[str, Any], workspace: torch.Tensor) -> Graph
     return GraphBuffers(qo_indptr, kv_indptr, indices, last_page_len, mask, mask_indptr)
 
 
+def required_buffer(name: str, given: dict[str, Any]) -> Any:
+    """Returns a buffer that the constructor must have got, by name, not checked otherwise."""
+    if given[name] is None:
+        raise ValueError(
+            f"{name}=None with use_cuda_graph=True: plan() keeps its arrays in buffers of the "
+            "caller, where a captured run finds them; pass one"
+        )
+    return given[name]
+
+
 def _buffer(
     name: str,
     given: dict[str, Any],
@@ -110,17 +120,11 @@ def _buffer(
     rule: str = "plan_buffer",
     numel: int | None = None,
 ) -> torch.Tensor:
-    value = given[name]
-    if value is None:
-        raise ValueError(
-            f"{name}=None with use_cuda_graph=True: plan() keeps its arrays in buffers of the "
-            "caller, where a captured run finds them; pass one"
-        )
-    value = validate.conforms(name, value, rule, device)
+    value = validate.conforms(name, required_buffer(name, given), rule, device)
     if numel is not None and value.numel() != numel:
         raise ValueError(
-            f"{name} has {value.numel()} elements; must have {numel}: the batch size, which is "
-            "fixed, is len(qo_indptr_buf) - 1"
+            f"{name} has {value.numel()} elements; must have {numel}, for the batch size of the "
+            "other buffers"
         )
     return value
 
@@ -164,10 +168,9 @@ class GraphMode:
     def check_batch(self, batch: _core.Batch) -> None:
         if batch.num_requests != self.buffers.batch_size:
             raise ValueError(
-                f"qo_indptr has {batch.num_requests + 1} elements, a batch of "
-                f"{batch.num_requests} requests; with use_cuda_graph=True the batch size is fixed, "
-                f"len(qo_indptr_buf) - 1 = {self.buffers.batch_size}: pad the batch with empty "
-                "requests, or use another wrapper"
+                f"the batch has {batch.num_requests} requests; with use_cuda_graph=True the batch "
+                f"size is fixed at {self.buffers.batch_size}, by the constructor's buffers: pad "
+                "the batch with empty requests, or use another wrapper"
             )
 
     def check_captured(self, captured: CapturedBuffers, request: Request) -> None:

@@ -240,6 +240,10 @@ if sys.version_info >= (3, 13):  # before, run() is Python's own call
 NAMES = [
     *(Row(name, call, (f"argument '{name.split()[0]}'. Did you mean '{nearest}'?",), TypeError)
       for name, (call, nearest) in MISSPELT.items()),
+    *(Row(f"{mask} of decode", functools.partial(
+        made("Decode").plan, INTS, INTS[:1], INTS[1:], *HEADS, 16, **{mask: INTS}),
+        (mask, "use BatchPrefillWithPagedKVCacheWrapper with one query per request"), TypeError)
+      for mask in ("custom_mask", "packed_custom_mask")),
     Row("xyzzy", lambda: made("Ragged", xyzzy=1), ("'xyzzy'",), TypeError, ("Did you mean",)),
     Row("no argument", preflash.BatchPrefillWithRaggedKVCacheWrapper,
         ("missing 1 required positional argument",), TypeError),
@@ -265,6 +269,16 @@ def test_value_rule_and_way_out(row):
     says = str(caught.value)
     assert [word for word in row.words if word not in says] == [], says
     assert [word for word in row.misleading if word in says] == [], says
+
+
+def test_a_renamed_error_has_the_original_as_its_cause():
+    """The words of decode's errors are not those of the source; the cause's are."""
+    with pytest.raises(ValueError, match=r"^indices holds -1") as caught:
+        made("Decode").plan(INTS.clamp(max=1), INTS[:1] - 1, INTS[1:], *HEADS, 16)
+    assert str(caught.value.__cause__).startswith("paged_kv_indices holds -1")
+    with pytest.raises(ValueError, match=r"^num_qo_heads = 8 is not") as caught:
+        made("Decode").plan(INTS.clamp(max=1), INTS[:1], INTS[1:], 8, 3, 64, 16)
+    assert caught.value.__cause__ is None  # the original error
 
 
 def test_backend_that_is_no_text_in_spite_of_the_environment(monkeypatch):

@@ -322,8 +322,8 @@ def test_masks_through_the_cached_module(target, recorder):
 
 # Lengths, and what is said of them.
 GROWTH = [
-    (((1,) * 4, (9,) * 4), r"batch size is fixed.* 3"),
-    (((1,) * 2, (9,) * 2), r"batch size is fixed.* 3"),
+    (((1,) * 4, (9,) * 4), "the batch has 4 requests; .* fixed at 3"),
+    (((1,) * 2, (9,) * 2), "the batch has 2 requests; .* fixed at 3"),
     (((30, 6, 0), (100, 90, 7)), r"qo_indptr\[-1\] - qo_indptr\[0\] = 36.* 35"),
     (((1, 1, 1), (1000, 480, 40)), "paged_kv_indices_buf has room for 93"),
 ]

@@ -144,7 +144,7 @@ GraphWrapper = preflash.CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 REFUSED = [
     (lambda _, x, work: Wrapper(work, use_tensor_cores="yes"), TypeError, "use_tensor_cores"),
     (lambda _, x, work: Wrapper(work, use_cuda_graph=True), ValueError,
-     "=None with use_cuda_graph"),
+     "^paged_kv_last_page_len_buf=None with use_cuda_graph"),
     (lambda _, x, work: Wrapper(work, use_cuda_graph=x.last_page_len), TypeError,
      "^use_cuda_graph must be True or False"),
     (lambda _, x, work: Wrapper(work, jit_args=["uri"]), NotImplementedError, "jit_args"),
