@@ -67,7 +67,7 @@ def test_a_small_workspace(target, batch):
     for changes in ({}, {"page_size": 0}, {"mask": MaskKind.NONE}, {"mask": MaskKind.CUSTOM}):
         given = stored(inputs, batch_invariant=False, fixed_split_size=512, **changes)
         whole, small = (
-            runner.planned(given, backend=target.backend, size=size) for size in (64 << 20, 700_000)
+            runner.planned(given, backend=target.backend, size=size) for size in (64 << 20, 800_000)
         )
         assert whole._plan_info.num_rounds == 1
         assert small._plan_info.num_rounds > 2
