@@ -545,6 +545,22 @@ def test_cascades_share_plans(vllm, plans):
     assert sum(counts[1:40]) <= 3
 
 
+def test_every_cascade_writes_the_lengths(vllm):
+    """vLLM's sleep discards the contents of what builders have allocated."""
+    from preflash.integrations.vllm import cascade, plans
+
+    arrays = cascade.CascadeArrays(PAGE, vllm.device)
+    table = torch.zeros(2, 4, dtype=torch.int32, device=vllm.device)
+    bounds, lengths = np.array([40, 50], np.int32), ints(40, 50).to(vllm.device)
+    step = plans.Step(ints(0, 1, 2), bounds, lengths, table, 2, True)
+    for _ in range(2):
+        prefix, suffix, _ = arrays.levels(step, 2)
+        assert prefix[3].tolist() == [2 * PAGE]
+        assert suffix[3].tolist() == [40 - 2 * PAGE, 50 - 2 * PAGE]
+        prefix[3].zero_()
+        suffix[3].zero_()
+
+
 @pytest.mark.parametrize("name", ["window", "alibi", "batch-invariant"])
 def test_layers_without_cascades(vllm, name):
     sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = name == "batch-invariant"
@@ -602,6 +618,10 @@ def test_when_a_cascade_pays(vllm):
     assert shortest([512, *64 * [1]]) is not None
     assert [shortest(64 * [1], mode) == eager for mode in Graphs] == [True, True, *3 * [False]]
     assert shortest(64 * [1], Graphs.FULL_AND_PIECEWISE) < shortest(64 * [1], Graphs.FULL)
+    group.builder._compilation = SimpleNamespace(
+        cudagraph_mode=Graphs.FULL, max_cudagraph_capture_size=63
+    )
+    assert asks(group, eager, 64 * [1])  # no graph is as large
     mixed = [shortest([2, *64 * [1]], mode) == eager for mode in Graphs]
     assert mixed == [True, True, False, True, True]
     refusals = [{f"use_{name}": True} for name in ("alibi", "sliding_window", "local_attention")]

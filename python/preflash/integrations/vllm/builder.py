@@ -176,6 +176,9 @@ class PreflashMetadataBuilder(AttentionMetadataBuilder[PreflashMetadata]):
         mode = getattr(self._compilation, "cudagraph_mode", None)
         if mode is None or not mode.has_full_cudagraphs():
             return 0.0
+        largest = getattr(self._compilation, "max_cudagraph_capture_size", None)
+        if largest is not None and int(np.sum(query_lens)) > largest:
+            return 0.0
         uniform = bool((np.asarray(query_lens) == max(1, self._draft_tokens)).all())
         if (mode.decode_mode() if uniform else mode.mixed_mode()).name != "FULL":
             return 0.0

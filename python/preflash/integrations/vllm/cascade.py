@@ -75,8 +75,8 @@ class CascadeArrays:
     """Builds the levels of a step. Lengths are kept at one address, so that steps share plans."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
-        self._page_size, self._device = page_size, device
-        self._prefix_len, self._prefix_lens = -1, torch.empty(1, dtype=torch.int32, device=device)
+        self._page_size = page_size
+        self._prefix_lens = torch.empty(1, dtype=torch.int32, device=device)
         self._suffix_lens = torch.empty(0, dtype=torch.int32, device=device)
 
     def levels(self, step: Any, prefix_pages: int) -> CascadeLevels:
@@ -86,9 +86,8 @@ class CascadeArrays:
         """
         prefix_len, num_reqs = prefix_pages * self._page_size, len(step.kv_bounds_cpu)
         num_rows = int(step.qo_indptr_cpu[-1])
-        if prefix_len != self._prefix_len:
-            self._prefix_len = prefix_len
-            self._prefix_lens.fill_(prefix_len)
+        # In every step, because vLLM's sleep discards the contents of what builders have allocated.
+        self._prefix_lens.fill_(prefix_len)
         if len(self._suffix_lens) < num_reqs:
             self._suffix_lens = self._suffix_lens.new_empty(num_reqs)
         suffix_lens = self._suffix_lens[:num_reqs]
