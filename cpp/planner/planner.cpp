@@ -153,7 +153,8 @@ void Planner::split(const Problem& problem, CtaSlots slots, const SegmentKernels
   cut_into_chunks(problem, plans, decision);
 }
 
-// Leaves the tiles of this launch. The launches that are left share their partial rows evenly.
+// Keeps the query tiles of this launch in `tiles` and `decision`. This launch and those that follow
+// share the remaining partial rows evenly.
 void Planner::take_tiles(const Problem& problem, std::int64_t first_tile,
                          std::vector<QueryTile>& tiles, SplitProblem& decision) {
   SplitSegment& split = decision.segments[0];
@@ -170,7 +171,7 @@ void Planner::take_tiles(const Problem& problem, std::int64_t first_tile,
   for (const QueryTile& tile : tiles) most = std::max(most, rows_of(tile));
   check_rounds(problem.segments[0], decision.limits, all.num_partial_rows, most);
 
-  tiles = for_each_request(tiles);
+  tiles = expand_alike(tiles);
   tiles.erase(tiles.begin(), tiles.begin() + first_tile);
   std::int64_t left = 0;
   for (const QueryTile& tile : tiles) left += rows_of(tile);

@@ -103,7 +103,7 @@ std::vector<QueryTile> query_tiles(const SegmentPlan& segment) {
   return tiles;
 }
 
-std::vector<QueryTile> for_each_request(std::span<const QueryTile> tiles) {
+std::vector<QueryTile> expand_alike(std::span<const QueryTile> tiles) {
   std::vector<QueryTile> result;
   for (std::size_t begin = 0; begin < tiles.size();) {
     std::size_t end = begin;

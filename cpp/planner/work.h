@@ -143,8 +143,8 @@ struct SegmentPlan {
 // for those of several requests (QueryTile::alike).
 std::int64_t count_query_tiles(const SegmentPlan& segment);
 std::vector<QueryTile> query_tiles(const SegmentPlan& segment);
-// The same tiles in the same order, each for its own request.
-std::vector<QueryTile> for_each_request(std::span<const QueryTile> tiles);
+// Replaces each tile that stands for several requests (QueryTile::alike) by one tile per request.
+std::vector<QueryTile> expand_alike(std::span<const QueryTile> tiles);
 
 // Cuts every query tile into chunks of chunk_tiles KV tiles and appends the segment to `work`. The
 // caller has seen to it that items, partial rows and chunks can be numbered.

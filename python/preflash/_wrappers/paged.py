@@ -181,6 +181,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
     @takes(PagedPlanArguments)
     def workspace_size(self, a: PagedPlanArguments) -> tuple[int, int]:
         """(float_bytes, int_bytes) that plan() with these arguments uses at most. Plans nothing.
+        A smaller float workspace makes fixed_split_size take several launches, which may use more
+        int_bytes.
 
         With use_cuda_graph and fixed_split_size both grow with the float workspace, all of which
         is for longer keys of later plans: what these arguments need."""
