@@ -10,12 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import preflash
 import pytest
 import torch
-from cpu_runs import result, same
 from preflash.testing import Case, MaskKind, build, runner
 from preflash_harness import threads
 from processes import python
-
-CASE = Case("mixed", (1, 70, 130), (600, 300, 130), 8, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +86,22 @@ def test_every_call_has_its_own_number_of_threads():
     """)
 
 
-def test_bits_do_not_depend_on_other_callers():
-    """Nor do those of packing and merging."""
-    inputs = build(CASE)
+def test_bits_do_not_depend_on_threads_or_other_callers():
+    """Attention, packing and merging."""
+    lens, options = ((1, 70, 130), (2600, 300, 130)), {"page_size": 16, "mask": MaskKind.CAUSAL}
+    inputs = build(Case("mixed", *lens, 8, 2, 64, dtype=torch.float32, **options))
     x = torch.rand(1_000_003) < 0.5
     v, s = torch.randn(3000, 2, 4, 64), torch.randn(3000, 2, 4)
 
     def results(num_threads):
         use_threads(num_threads)
-        return *result(inputs), preflash.packbits(x), *preflash.merge_states(v, s)
+        attention = runner.run(runner.planned(inputs, backend="cpu"), inputs)
+        return *attention, preflash.packbits(x), *preflash.merge_states(v, s)
 
     alone = results(1)
 
     def many(num_threads):
-        return all(same(results(num_threads), alone) for _ in range(15))
+        return all(all(map(torch.equal, results(num_threads), alone)) for _ in range(15))
 
     assert all(in_threads(*(lambda n=n: many(n) for n in (1, 2, 4, 7))))
 
