@@ -1,35 +1,51 @@
-"""libpreflash.so: programs in C and Rust compute the cases of attention_cases.py and are refused
-what is wrong, and its symbols are those of preflash.h."""
+"""libpreflash.so computes the cases of attention_cases.py, its symbols are those of preflash.h, and
+the examples in C and Rust build and run."""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import functools
 import os
 import re
 import shutil
-import struct
 import sys
 from pathlib import Path
 
 import attention_cases
 import pytest
 import torch
-from preflash.testing import build, runner
-from preflash.testing.case import Case, KvForm, MaskKind, Position
-from preflash.testing.inputs import Inputs, as_nhd, pack_little, pages_of
+from interface import (
+    ALIBI,
+    E4M3,
+    F16,
+    INVALID_ARGUMENT,
+    LIBRARY,
+    Call,
+    Plan,
+    RefusedError,
+    address,
+    call,
+    changed,
+    compute,
+    find_variant,
+    pair,
+    segment_of,
+    tensors_of,
+)
+from preflash.testing import Case, MaskKind, build, poison, runner
 from processes import output_of
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
 EXAMPLES = ROOT / "docs" / "examples"
 EXAMPLE = EXAMPLES / "c" / "prefill.c"
 HEADER = ROOT / "include" / "preflash" / "preflash.h"
 MAP = ROOT / "cpp" / "c" / "preflash.map"
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 SANITIZE = os.environ.get("PREFLASH_CFLAGS", "").split()  # make sanitize
-POSITIONS = [Position.NONE, Position.ROPE, Position.ALIBI]
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+def needs(tool: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(tool) is None, reason=f"there is no {tool}")
 
 
 @functools.cache
@@ -38,131 +54,189 @@ def config(*options: str) -> list[str]:
     return output_of(sys.executable, "-m", "preflash", "config", *options).split()
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """Compiles C files: compiled(source) is the program."""
-    made: dict[Path, Path] = {}
-    folder = tmp_path_factory.mktemp("c")
-    flags = config("--cflags", "--libs")
-
-    def program(source: Path) -> Path:
-        if source not in made:
-            made[source] = folder / source.stem
-            command = ["cc", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror"]
-            output_of(*command, *SANITIZE, source, *flags, "-lm", "-o", made[source])
-        return made[source]
-
-    return program
-
-
-# The cases.
-
-
-def strided(rows: torch.Tensor, view: torch.Tensor) -> tuple[bytes, list[int]]:
-    """Returns the bytes of contiguous rows, and the header of a view of them: [token, head, dim],
-    or [page, token, head, dim]."""
-    data = rows.view(torch.uint8).numpy().tobytes()
-    if view.dim() == 3:
-        view = view[None]
-    return data, [len(data), *view.stride()[:3], *view.shape[:2]]
-
-
-def encoded(inputs: Inputs, *, bounds: bool = False, table: bool = False) -> bytes:
-    """Returns the file that run_case.c reads. bounds: lengths are upper bounds, and the device has
-    the numbers of keys. table: pages are a block table."""
-    case = inputs.case
-    out = torch.empty(*inputs.q.shape[:2], case.dim_vo, dtype=case.dtype_o)
-    q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))
-    tokens = pages_of if case.paged else lambda rows, case: as_nhd(rows, case.layout)
-    tensors = [
-        strided(q, q), strided(k, tokens(k, case)), strided(v, tokens(v, case)), strided(out, out)
-    ]  # fmt: skip
-    counts = inputs.kv_indptr.diff()
-    indices, stride, last = inputs.indices, 0, inputs.last_page_len
-    if table:
-        stride = int(counts.max()) + 1
-        rows = torch.full((case.batch_size, stride), -5, dtype=torch.int32)
-        for row, begin, count in zip(rows, inputs.kv_indptr, counts, strict=False):
-            row[:count] = inputs.indices[begin : begin + count]
-        indices = rows.flatten()
-    if bounds:
-        last = torch.full_like(last, case.page_size)
-    mask = b""
-    if inputs.masks is not None:  # kernels read words: 8 bytes follow
-        packed = torch.cat([pack_little(mask) for mask in inputs.masks])
-        mask = packed.numpy().tobytes() + bytes(8 + -len(packed) % 4)
-    numbers = [
-        case.num_qo_heads, case.num_kv_heads, case.head_dim, case.dim_vo, DTYPES.index(case.dtype),
-        DTYPES.index(case.dtype_kv), DTYPES.index(case.dtype_o), case.mask is MaskKind.CAUSAL,
-        inputs.masks is not None, case.window_left, POSITIONS.index(case.position),
-        case.batch_size, case.page_size, 0 if indices is None else len(indices), stride,
-        inputs.sinks is not None, len(mask), bounds,
-        *(number for _, header in tensors for number in header),
-    ]  # fmt: skip
-    reals = [case.soft_cap or 0.0, case.scale, case.rope_scale or 1.0, case.rope_theta or 1e4]
-    parts = [struct.pack(f"={len(numbers)}q{len(reals)}d", *numbers, *reals)]
-    arrays = [inputs.qo_indptr, inputs.kv_indptr]
-    if case.paged:
-        arrays += [last, indices]
-    if bounds:
-        arrays.append(torch.tensor(case.kv_lens, dtype=torch.int32))
-    parts += [array.to(torch.int32).numpy().tobytes() for array in arrays]
-    parts += [data for data, _ in tensors[:3]]
-    if inputs.sinks is not None:
-        parts.append(inputs.sinks.float().numpy().tobytes())
-    return b"".join([*parts, mask])
-
-
-def computed(program: Path, folder: Path, inputs: Inputs, **form: bool):
-    """Returns out and lse of run_case.c."""
-    case = inputs.case
-    given, result = folder / "case", folder / "result"
-    given.write_bytes(encoded(inputs, **form))
-    inputs.variant = output_of(program, given, result).strip()
-    data = bytearray(result.read_bytes() or bytes(4))  # frombuffer() takes no empty one
-    rows = inputs.q.shape[0]
-    count = rows * case.num_qo_heads * case.dim_vo
-    out = torch.frombuffer(data, dtype=case.dtype_o)[:count]
-    lse = torch.frombuffer(data, dtype=torch.float32)[count * case.dtype_o.itemsize // 4 :]
-    lse = lse[: rows * case.num_qo_heads]
-    return out.view(rows, case.num_qo_heads, case.dim_vo), lse.view(rows, case.num_qo_heads)
-
-
-SEPARATE = [
+CASES = [
     case.with_dtype((torch.float32, torch.bfloat16)[index % 2])
     for index, case in enumerate(attention_cases.core())
-    if case.form is KvForm.SEPARATE and case.fixed_split_size is None and not case.head_scales
+    if case.fixed_split_size is None
 ]
-
-
-@pytest.mark.parametrize("case", SEPARATE, ids=lambda case: case.name)
-def test_cases(compiled, tmp_path, case):
-    inputs = build(case)
-    out, lse = computed(compiled(HERE / "run_case.c"), tmp_path, inputs)
-    rows = slice(int(inputs.qo_indptr[0]), int(inputs.qo_indptr[-1]))
-    runner.compare(inputs, out[rows], lse[rows]).check()
-
-
 PAGED = Case("paged", (33, 1, 0, 70), (90, 40, 7, 70), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
+FORMS = [*((case, {}) for case in CASES), (PAGED, {"bounds": True}), (PAGED, {"table": True})]
 
 
-@pytest.mark.parametrize("form", [{"bounds": True}, {"table": True}], ids=str)
-def test_lengths_and_pages_of_an_engine(compiled, tmp_path, form):
-    inputs = build(PAGED)
-    result = computed(compiled(HERE / "run_case.c"), tmp_path, inputs, **form)
-    runner.compare(inputs, *result).check()
+def prepared(case: Case, **form):
+    """Returns a segment, tensors, and the output and LSE that they write."""
+    inputs = build(case)
+    out = poison((*inputs.q.shape[:2], case.dim_vo), case.dtype_o)
+    lse = poison(inputs.q.shape[:2], torch.float32)
+    return segment_of(inputs, **form), tensors_of(inputs, out, lse), out, lse
 
 
-def test_refusals(compiled):
-    rows = len(re.findall(r"^  X\(", (HERE / "refusals.c").read_text(), re.M))
-    said = output_of(compiled(HERE / "refusals.c"))
-    assert said.splitlines()[-1] == f"{rows} refusals, 0 failures"
+@pytest.mark.parametrize(
+    ("case", "form"), FORMS, ids=[f"{case.name} {','.join(form)}" for case, form in FORMS]
+)
+def test_cases(case, form):
+    """A plan has copies of the lengths. Engines pass bounds of them, and block tables."""
+    segment, tensors, out, lse = prepared(case, **form)
+    made = Call(segment, tensors)
+    made.allocate()
+    made.make_plan()
+    for array in segment.on_host[: 3 if case.paged else 2]:
+        array.fill_(-1)
+    made.run()
+    inputs = tensors.memory[0]
+    inputs.variant = made.planned_variant()
+    runner.compare(inputs, out, lse).check()
 
 
-def test_uses_that_no_case_has(compiled):
-    assert output_of(compiled(HERE / "uses.c")).strip() == "0 failures"
+# --- Two segments, other strides, structs of other releases ------------------------
+
+ROWS, KEYS, HEADS, DIM = 9, 40, 2, 8
+PREFILL = Case("prefill", (ROWS,), (KEYS,), HEADS, HEADS, DIM, dtype=torch.float32,
+               mask=MaskKind.CAUSAL, sm_scale=0.5)  # fmt: skip
+DECODE = dataclasses.replace(PREFILL, name="decode", qo_lens=(1, 1), kv_lens=(30, 10))
+LONG = dataclasses.replace(DECODE, name="split keys", qo_lens=(1,), kv_lens=(4000,))
 
 
+def refused(says: str, function, *arguments) -> None:
+    with pytest.raises(RefusedError, match=says) as caught:
+        function(*arguments)
+    assert caught.value.status == INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("case", [PREFILL, DECODE, LONG], ids=lambda case: case.name)
+def test_the_options_name_the_planned_kernel(case):
+    segment, tensors, *_ = prepared(case)
+    assert compute(segment, tensors).planned_variant() == find_variant(segment)
+
+
+def test_two_segments():
+    """One launch has the bits of two, also where each segment has its own kernel and its own
+    numbers of keys."""
+    (prefill, p, *_), (decode, d, *_) = sides = [prepared(PREFILL), prepared(DECODE)]
+    for kv_lens in (None, torch.tensor([KEYS - 11, 20, 5], dtype=torch.int32)):
+        if kv_lens is not None:
+            decode.position = ALIBI
+            prefill.kv_lens, decode.kv_lens = address(kv_lens), address(kv_lens[1:])
+        compute(pair(prefill, decode), pair(p, d), 2)
+        together = [out.clone() for *_, out, _ in sides]
+        for (segment, tensors, out, _), expected in zip(sides, together, strict=True):
+            compute(segment, tensors)
+            assert torch.equal(out, expected)
+    half, *_ = prepared(dataclasses.replace(PREFILL, dtype=torch.float16))
+    name = find_variant(pair(prefill, half), 2)
+    assert "f32_" in name
+    assert "f16_" in name
+
+
+@pytest.mark.parametrize("shared", ["lse", "out"])
+def test_outputs_on_memory_of_the_other_segment(shared):
+    (prefill, p, *_), (decode, d, *_) = prepared(PREFILL), prepared(DECODE)
+    if shared == "lse":
+        d.lse = p.lse
+    else:
+        p.out.data = d.q.data
+    refused("shares memory", compute, pair(prefill, decode), pair(p, d), 2)
+
+
+def test_plans_that_share_memory():
+    """The last plan runs, one that it has overwritten does not."""
+    segment, tensors, *_ = prepared(PREFILL)
+    first = Call(segment, tensors)
+    first.allocate()
+    second = dataclasses.replace(first, plan=Plan())
+    for one in (first, second, first):
+        one.make_plan()
+        one.run()
+    with pytest.raises(RefusedError):
+        second.run()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window_left": 8}, {"page_size": 32}, {"page_indices": 8}], ids=str
+)
+def test_what_a_graph_fixes(changes):
+    """Options, the page size and the address of the pages; lengths may change."""
+    segment, tensors, *_ = prepared(dataclasses.replace(PAGED, qo_lens=(1,) * 4))
+    segment.graph_max_rows = 9
+    made = Call(segment, tensors)
+    made.allocate()
+    made.make_plan()
+    segment.on_host[0].zero_()
+    made.make_plan()
+    made.segment = changed(segment, changes)
+    refused("graph", made.make_plan)
+
+
+def test_values_that_are_right_or_wrong_by_another_argument():
+    segment, tensors, *_ = prepared(PREFILL)
+    compute(changed(segment, {"position": ALIBI}), changed(tensors, {"sm_scale": 0.0}))
+    capped, large = changed(segment, {"soft_cap": 1e-6}), changed(tensors, {"sm_scale": 1e33})
+    refused("sm_scale = .* finite", compute, capped, large)
+    few = changed(tensors, {"k.num_tokens": KEYS - 1, "v.num_tokens": KEYS - 1})
+    refused("k has 1 x 39 tokens", compute, segment, few)
+
+
+def of_later_release(one, other, added: int = 0):
+    """Returns the two structs with another member after theirs, which the second one sets."""
+    members = [("known", type(one)), ("added", ctypes.c_int64)]
+    kind = type("Later", (ctypes.Structure,), {"_fields_": members})
+    made = (kind * 2)((one, 0), (other, added))
+    for later in made:
+        later.known.size = ctypes.sizeof(kind)
+    return made
+
+
+def test_structs_of_later_releases():
+    """Members that this release does not know must be 0."""
+    (prefill, p, *_), (decode, d, out, _) = prepared(PREFILL), prepared(DECODE)
+    tensors = of_later_release(p, d)
+    compute(of_later_release(prefill, decode), tensors, 2)
+    runner.compare(d.memory[0], out, None).check()
+    unknown = of_later_release(prefill, decode, 7)
+    refused("of a later release", compute, unknown, tensors, 2)
+
+
+def test_structs_of_an_earlier_release():
+    """Members after its own are not read."""
+    segment, tensors, out, lse = prepared(PREFILL)
+    segment.size, tensors.size = type(segment).kv_lens.offset, type(tensors).sinks.offset
+    segment.reserved, segment.graph_max_rows, tensors.mask_bits = 5, -3, tensors.q.data
+    compute(segment, tensors)
+    runner.compare(tensors.memory[0], out, lse).check()
+
+
+def test_other_strides_and_a_scale_of_the_output():
+    """The output is a part of larger memory, the LSE [heads, rows]."""
+    segment, tensors, *_ = prepared(PREFILL)
+    inputs, wide = tensors.memory[0], torch.zeros(ROWS, HEADS, 2 * DIM)
+    lse = torch.zeros(HEADS, ROWS)
+    strided = changed(tensors_of(inputs, wide[..., :DIM], lse), {"out_scale": 2.0})
+    strided.lse_stride_token, strided.lse_stride_head = 1, ROWS
+    compute(segment, strided)
+    runner.compare(inputs, wide[..., :DIM] / 2, lse.T).check()
+    assert not wide[..., DIM:].any()
+
+
+def test_the_output_may_be_q():
+    segment, tensors, *_ = prepared(PREFILL)
+    q = tensors.memory[0].q.clone()
+    compute(segment, changed(tensors, {"q.data": address(q), "out.data": address(q)}))
+    runner.compare(tensors.memory[0], q, None).check()
+
+
+def test_what_finds_no_kernel():
+    segment, *_ = prepared(PREFILL)
+    unserved = changed(segment, {"head_dim_qk": 24, "q_dtype": F16, "o_dtype": F16})
+    with pytest.raises(RefusedError):
+        find_variant(unserved)
+    eight = changed(segment, {"q_dtype": E4M3, "kv_dtype": E4M3, "o_dtype": E4M3})
+    assert "e4m3" in find_variant(eight)
+    refused("device", find_variant, segment, 1, -2)
+    refused("directory is NULL", call, "set_kernel_directory", None)
+    assert LIBRARY.preflash_abi_version() == 1
+
+
+@needs("nm")
 def test_every_function_is_a_symbol_with_a_version_and_nothing_else_is():
     functions = re.findall(r"^PREFLASH_API [^;]*?(preflash_\w+)\(", HEADER.read_text(), re.M)
     (library,) = Path(config("--libdir")[0]).glob("libpreflash.so")
@@ -172,6 +246,7 @@ def test_every_function_is_a_symbol_with_a_version_and_nothing_else_is():
     assert sorted(re.findall(r"^    (preflash_\w+);", MAP.read_text(), re.M)) == sorted(functions)
 
 
+@needs("c++")
 def test_the_header_is_cpp_too(tmp_path):
     source = tmp_path / "includes.cpp"
     source.write_text(
@@ -182,10 +257,6 @@ def test_the_header_is_cpp_too(tmp_path):
 
 
 # The examples, by the package's own files for the command line, pkg-config, CMake and rustc.
-
-
-def needs(tool: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(shutil.which(tool) is None, reason=f"there is no {tool}")
 
 
 PROJECT = f"""
@@ -218,8 +289,12 @@ def test_find_package_finds_the_package(tmp_path):
     assert "largest error 0.00" in output_of(tmp_path / "build" / "prefill")
 
 
-def test_the_example_in_c(compiled):
-    assert "largest error 0.00" in output_of(compiled(EXAMPLE))
+@needs("cc")
+def test_the_example_in_c(tmp_path):
+    program, flags = tmp_path / "prefill", config("--cflags", "--libs")
+    strict = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror")
+    output_of("cc", *strict, *SANITIZE, EXAMPLE, *flags, "-lm", "-o", program)
+    assert "largest error 0.00" in output_of(program)
 
 
 @needs("rustc")

@@ -1,4 +1,4 @@
-"""Bits depend on neither threads nor machine. The fuzzer compares requests with themselves alone."""
+"""Bits depend on neither threads nor machine. The fuzzer compares requests with lone ones."""
 
 import json
 
