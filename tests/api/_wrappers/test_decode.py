@@ -11,6 +11,7 @@ from preflash.testing import (
     Case,
     KvForm,
     MaskKind,
+    Position,
     Sinks,
     build,
     compare,
@@ -63,17 +64,25 @@ def test_batch(target, case):
     assert all(map(torch.equal, wrapper.run_return_lse(inputs.q, inputs.cache), result))
 
 
+OPTIONS = {"position": Position.ROPE, "rope_scale": 8.0, "rope_theta": 5e5, "window_left": 40,
+           "soft_cap": 25.0, "sm_scale": 0.2}  # fmt: skip
+
+
+def check_scaled(inputs, out, lse) -> None:
+    """Compares a result with v_scale=3, and with q_scale and k_scale whose product is 1."""
+    pipeline = dataclasses.replace(inputs.pipeline, out_scale=3.0)
+    runner.compare(inputs, out, lse, reference(inputs, pipeline=pipeline)).check()
+
+
 def test_every_option(target):
-    case = dataclasses.replace(CASE, sinks=Sinks.ORDINARY)
+    case = dataclasses.replace(CASE, sinks=Sinks.ORDINARY, **OPTIONS)
     inputs, wrapper = made(case, target)
-    seq_lens = torch.tensor(KV_LENS, dtype=torch.int32)
-    dtypes = (case.dtype, case.dtype, None)
     wrapper.plan(
-        *arrays(inputs), "NONE", 40, 25.0, *dtypes, 0.2, None, None, True, None, seq_lens, 64, False
-    )
-    out, lse = runner.run(wrapper, inputs, q_scale=0.5, k_scale=2.0, v_scale=3.0, enable_pdl=True)
-    pipeline = Pipeline(0.2, False, 40, 25.0, out_scale=3.0, sinks=inputs.sinks)
-    compare(out, lse, reference(inputs, pipeline=pipeline), soft_cap=25.0).check()
+        *arrays(inputs), "ROPE_LLAMA", 40, 25.0, case.dtype, case.dtype, None, 0.2, 8.0, 5e5, True,
+        None, torch.tensor(KV_LENS, dtype=torch.int32), 64, False,
+    )  # fmt: skip
+    result = runner.run(wrapper, inputs, q_scale=0.5, k_scale=2.0, v_scale=3.0, enable_pdl=True)
+    check_scaled(inputs, *result)
 
 
 F16, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -192,13 +201,14 @@ def test_refusals(target):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_single(target, layout):
-    inputs = build(Case("single", (1,), (300,), 8, 2, 128, layout=layout), device=target.device)
+    case = Case("single", (1,), (300,), 8, 2, 128, layout=layout, **OPTIONS)
+    inputs = build(case, device=target.device)
     k, v = (t.narrow(0 if layout == "NHD" else 1, 0, 300) for t in (inputs.k, inputs.v))
-    given = (inputs.q[0], k, v, layout, "NONE", True, 0.5, 2.0, 3.0, 99, 15.0, 0.2)
+    scales, rope = (0.5, 2.0, 3.0), (8.0, 5e5)
+    given = (inputs.q[0], k, v, layout, "ROPE_LLAMA", True, *scales, 40, 25.0, 0.2, *rope)
     out, lse = preflash.single_decode_with_kv_cache(*given, return_lse=True)
     assert (out.shape, lse.shape) == ((8, 128), (8,))
-    pipeline = Pipeline(0.2, False, 99, 15.0, out_scale=3.0)
-    compare(out[None], lse[None], reference(inputs, pipeline=pipeline), soft_cap=15.0).check()
+    check_scaled(inputs, out[None], lse[None])
     assert torch.equal(preflash.single_decode_with_kv_cache(*given), out)
 
 
