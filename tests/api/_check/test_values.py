@@ -12,8 +12,7 @@ import pytest
 import torch
 from changed_tensors import freed, meta
 from planned_cases import check_run, plan_arguments, planned, unplanned
-from preflash.testing import Case, MaskKind, Position, build, compare, poison, reference, runner
-from preflash.testing.oracle import Pipeline
+from preflash.testing import Case, MaskKind, Position, Sinks, build, reference, runner
 from refusals import all_refused, refused
 
 CASE = Case("values", (40,), (200,), 2, 1, 64, mask=MaskKind.CAUSAL)
@@ -155,21 +154,6 @@ def test_functions_take_names_of_dtypes():
 # --- Single calls, which remember plans by the values of their options -----------
 
 
-def test_scales_and_outputs_of_single(target):
-    """Scales and dtypes of outputs mean in a single call what they mean in run()."""
-    inputs = build(SINGLE, device=target.device)
-    out, lse = runner.single(inputs, backend=target.backend, q_scale=0.5, k_scale=3.0, v_scale=0.25)
-    pipeline = Pipeline(SINGLE.scale * 1.5, out_scale=0.25)
-    compare(out, lse, reference(inputs, pipeline=pipeline)).check()
-    out = poison(inputs.q.shape, SINGLE.dtype, target.device)
-    lse = poison((4, 9), torch.float32, target.device)
-    got = preflash.single_prefill_with_kv_cache_return_lse(
-        inputs.q, inputs.k[:30], inputs.v[:30], out=out, lse=lse, lse_layout="HN", lse_base="ln"
-    )
-    assert [x.data_ptr() for x in got] == [out.data_ptr(), lse.data_ptr()]
-    runner.compare(inputs, out, lse.t(), lse_base="ln").check()
-
-
 @pytest.fixture
 def tensors(target):
     inputs = build(Case("long", (33,), (90,), 4, 2, 64), device=target.device)
@@ -208,15 +192,20 @@ def test_values_that_change_in_place_and_have_no_hash(single, pod, make):
     assert torch.equal(pod(causal_p=np.array(True)), pod(causal_p=True))
 
 
-def test_a_mask_is_another_plan(target, tensors, single, pod):
-    """Calls that are equal but for a mask, or for head_dim_vo."""
-    mask = target.to(torch.ones(33, 90).tril() > 0)
-    for call, name in ((single, "custom_mask"), (pod, "custom_mask_p")):
-        full = call()
-        assert not torch.equal(call(**{name: mask}), full)
-        assert torch.equal(call(), full)
-    tensors[2] = tensors[2][..., :32].contiguous()
-    torch.testing.assert_close(single(), full[..., :32], atol=1e-3, rtol=1e-2)
+# Changes of a request; sinks alone are no other plan.
+CHANGES = [
+    {}, {"kv_dtype": torch.float8_e4m3fn}, {"kv_dtype": torch.float8_e5m2}, {"head_dim_vo": 32},
+    {"mask": MaskKind.CAUSAL}, {"mask": MaskKind.CUSTOM}, {"sinks": Sinks.ORDINARY},
+    {"sinks": Sinks.MIXED},
+    *({"position": Position.ROPE, "rope_scale": scale, "rope_theta": theta}
+      for scale, theta in ((1.0, 1e4), (2.0, 1e4), (2.0, 50.0))),
+]  # fmt: skip
+
+
+def test_plans_of_single_requests_are_kept_apart(target):
+    for change in CHANGES * 2:
+        inputs = build(dataclasses.replace(SINGLE, **change), device=target.device)
+        runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
 
 
 INTS = torch.zeros(1, dtype=torch.int32)

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from dims_and_singles import SINGLE
 from planned_cases import check_run, planned
-from preflash.testing import Case, MaskKind, build, reference, runner
+from preflash.testing import Case, MaskKind, reference, runner
 from refusals import refused
 from test_cases import DTYPES
 
@@ -49,14 +48,6 @@ def test_too_large_for_e4m3(target):
     out, _ = check_run(inputs, wrapper, reference(inputs, pipeline=pipeline), v_scale=3000.0)
     assert (out.float().abs() == 448).any()
     assert not out.float().isnan().any()
-
-
-def test_single_plans_are_kept_apart(target):
-    """Requests that differ in the dtype of their keys alone."""
-    for kv in (None, E4M3, E5M2, None, E4M3):
-        case = dataclasses.replace(SINGLE[0], dtype=BFLOAT, kv_dtype=kv)
-        inputs = build(case, device=target.device)
-        runner.compare(inputs, *runner.single(inputs, backend=target.backend)).check()
 
 
 def test_factors_are_checked_for_the_queries_of_each_plan(target):

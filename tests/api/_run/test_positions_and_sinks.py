@@ -63,14 +63,6 @@ def test_forward_has_its_own_frequencies(target):
         check_pipeline(inputs, result, rope=rope)
 
 
-def test_single_requests_keep_their_frequencies_apart(target):
-    """Plans of single requests are remembered."""
-    inputs = build(Case("apart", (9,), (30,), 4, 2, 64, position=ROPE), device=target.device)
-    for rope in (Rope(), Rope(2.0), Rope(2.0, 50.0), Rope()):
-        options = {"rope_scale": rope.scale, "rope_theta": rope.theta}
-        check_pipeline(inputs, runner.single(inputs, backend=target.backend, **options), rope=rope)
-
-
 # --- Sinks --------------------------------------------------------------------
 
 
@@ -127,12 +119,3 @@ def test_each_run_has_its_own(target, changes):
             result = runner.run(wrapper, inputs, sinks=sinks, lse_base=base, **options)
             runner.compare(given, *result, expected, lse_base=base).check()
         check_run(inputs, wrapper)
-
-
-@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.name)
-def test_each_single_request_has_its_own(target, mask):
-    case = Case("single", (9,), (30,), 4, 2, 64, mask=mask)
-    inputs = build(case, device=target.device)
-    for sinks in (values(target.device), None, values(target.device).flip(0), None):
-        given = dataclasses.replace(inputs, sinks=sinks)
-        runner.compare(given, *runner.single(given, backend=target.backend)).check()

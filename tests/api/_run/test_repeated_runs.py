@@ -63,6 +63,7 @@ def test_runs_of_every_form_for_other_tensors(case, target, by_methods, monkeypa
             for buffer in ({}, {"lse": by_head}):
                 form = {"return_lse": True, "lse_layout": "HN", **buffer}
                 assert torch.equal(wrapper.run(*tensors(inputs), **form)[1], lse.T)
+            assert torch.equal(by_head, lse.T)
             natural = wrapper.run(*tensors(inputs), return_lse=True, lse_base="ln")[1]
             torch.testing.assert_close(natural, lse * math.log(2.0))
         if not options:

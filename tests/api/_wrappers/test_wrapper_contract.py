@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 from planned_cases import check_run, planned, tensors, unplanned
-from preflash.testing import Case, MaskKind, build, poison, runner
+from preflash.testing import Case, MaskKind, build, runner
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
@@ -22,8 +22,8 @@ every_case, both = each(RAGGED, PAGED, SPLIT_KV), each(RAGGED, PAGED)
 
 @every_case
 def test_forms_of_the_result(target, case):
-    """Base 2 and [tokens, heads] unless another base or layout is asked for. The caller may
-    overwrite lengths after plan()."""
+    """Base 2 and [tokens, heads] by default; the caller may overwrite lengths after plan().
+    test_repeated_runs.py has the other forms, the fuzzer strided outputs."""
     inputs, wrapper = planned(case, target)
     given = tensors(inputs)
     for array in (inputs.qo_indptr, inputs.kv_indptr, *[inputs.last_page_len] * case.paged):
@@ -37,18 +37,6 @@ def test_forms_of_the_result(target, case):
         wrapper.run(*given, return_lse=True, lse_base="log2", lse_layout="NH"),
     ):
         assert all(map(torch.equal, same, (out, lse)))
-    by_head = poison(lse.shape[::-1], torch.float32, target.device)
-    options = {"return_lse": True, "lse_layout": "HN", "lse_base": "ln", "lse": by_head}
-    fresh, got = wrapper.run(*given, **options)
-    assert got.data_ptr() == by_head.data_ptr()
-    runner.compare(inputs, fresh, by_head.t(), lse_base="ln").check()
-    # vLLM slices its output out of a larger buffer; rows and heads may be strided.
-    rows, heads, dim = out.shape
-    wide = poison((rows + 2, heads, dim + 8), case.dtype, target.device)
-    view = wide[1:-1, :, :dim]
-    assert wrapper.run(*given, out=view).data_ptr() == view.data_ptr()
-    assert torch.equal(view, out)
-    assert bool(wide[0].isnan().all() and wide[-1].isnan().all() and wide[..., dim:].isnan().all())
 
 
 @both
