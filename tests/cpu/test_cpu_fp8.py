@@ -1,15 +1,11 @@
 """fp8 on the CPU is right for every code of both formats and every rounding to e4m3."""
 
 import contextlib
-import dataclasses
-import itertools
 import math
 
-import attention_cases
 import preflash
 import pytest
 import torch
-from preflash.testing import Magnitude, build, runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT = torch.float32
@@ -102,19 +98,3 @@ def test_every_rounding_to_e4m3():
     wanted = factors.clamp(-448.0, 448.0).to(E4M3).float()
     assert got.dtype == E4M3
     assert_same(got[0].float(), wanted[:, None].expand(heads, 16))
-
-
-# Cases whose rows are multiples of 16 bytes, and whose numbers 8 bits hold; dtypes take turns.
-DTYPES = itertools.cycle([(FLOAT, E4M3), (torch.bfloat16, E5M2), (E4M3, None)])
-CORE = [
-    dataclasses.replace(case, dtype=q, kv_dtype=kv, head_scales=True)
-    for case, (q, kv) in zip(attention_cases.core(), DTYPES, strict=False)
-    if case.head_dim % 16 == 0
-    and case.dim_vo % 16 == 0
-    and case.magnitude is not Magnitude.VERY_NEGATIVE
-]
-
-
-@pytest.mark.parametrize("case", CORE, ids=lambda case: case.id)
-def test_core(case):
-    runner.check(build(case), backend="cpu")
