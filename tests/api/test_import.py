@@ -1,27 +1,15 @@
 """Importing needs no GPU, no compiler, no network, and writes nothing."""
 
 import importlib
-import os
 import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import preflash
 import pytest
-
-
-def python(code: str, **environment: str) -> str:
-    """Runs code in a fresh interpreter with an empty PATH and no visible GPU."""
-    kept = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "ASAN_OPTIONS")  # `make sanitize`'s too
-    env = {name: os.environ[name] for name in kept if name in os.environ}
-    env |= {"PATH": "", "CUDA_VISIBLE_DEVICES": "", "HOME": "/nonexistent", **environment}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from processes import python
 
 
 def test_without_gpu_compiler_or_network(tmp_path):
@@ -53,8 +41,8 @@ def test_without_gpu_compiler_or_network(tmp_path):
         except (ValueError, RuntimeError, NotImplementedError) as error:
             print("refused:", error)
         """,
-        HOME=str(tmp_path),
-    )
+        HOME=str(tmp_path), PATH="", CUDA_VISIBLE_DEVICES="",
+    )  # fmt: skip
     assert re.fullmatch(r"False \[\]\n384\.0\nrefused:.*fa2.*", printed.strip(), re.S)
     assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,6 @@ import functools
 import preflash
 import pytest
 import torch
-from fuzz import fmha_problems
 from planned_cases import planned
 from preflash.testing import Case, MaskKind, build, runner
 from refusals import refused
@@ -145,25 +144,12 @@ def test_parts_of_one_packed_tensor(target, dim):
         refused(f"out shares memory with {name}", run, out=other)
 
 
-def test_functions(target):
-    device, lengths = target.device, torch.tensor([3], dtype=torch.int32)
-    memory = runner.workspace(device)
-    x = torch.ones(3, 2, 128, dtype=torch.float16, device=device)
-    y, z = torch.randn(2, *x.shape, device=device).half()
+def test_single_requests(target):
+    """test_cudnn.py and test_fmha_v2_refusals.py have the other functions."""
+    x, y, z = torch.randn(3, 3, 2, 128, device=target.device).half()
     single = functools.partial(preflash.single_prefill_with_kv_cache, backend=target.backend)
     refused("out shares memory with k", single, x, y, z, out=y)
     refused("out shares memory with v", single, x, y, z, out=z)
-    cudnn = functools.partial(
-        preflash.cudnn_batch_prefill_with_kv_cache, x, x, x, 0.1, memory, max_token_per_sequence=3,
-        max_sequence_kv=3, actual_seq_lens_q=lengths, actual_seq_lens_kv=lengths, causal=True,
-        return_lse=False, backend=target.backend,
-    )  # fmt: skip
-    inputs = fmha_problems.build(fmha_problems.FmhaCase((3,), (5,)), device)
-    given = inputs.arguments | {"workspace_buffer": memory, "backend": target.backend}
-    for call in (cudnn, functools.partial(preflash.trtllm_fmha_v2_prefill, **given)):
-        out = call()
-        out = (out[0] if isinstance(out, tuple) else out).contiguous()
-        refused("out shares memory with workspace_buffer", call, out=on(memory, out, 2048))
 
 
 def test_workspaces_share_no_memory(target):
