@@ -7,6 +7,7 @@ import random
 import preflash
 import pytest
 import torch
+from changed_tensors import strided
 from fuzz.guarded import bits
 from preflash import page
 
@@ -18,31 +19,19 @@ def ints(target, *values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=target.device)
 
 
-def test_lengths(target):
-    """A request without pages has no tokens, whatever is said of its last page."""
-    lengths = preflash.get_seq_lens(ints(target, 2, 5, 5, 6), ints(target, 3, 16, 7), 16)
-    assert lengths.tolist() == [35, 0, 7]
-    assert lengths.dtype == torch.int32
-    assert preflash.get_seq_lens(ints(target, 4), ints(target), 16).tolist() == []
-
-
-def test_positions(target):
-    """Tokens before the first request and after the last have no request."""
-    outputs = [ints(target, *(7,) * 8) for _ in range(2)]
-    result = preflash.get_batch_indices_positions(
-        ints(target, 2, 3, 5), ints(target, 5, 2), 8, *outputs
-    )
-    assert all(a is b for a, b in zip(result, outputs, strict=True))
-    assert outputs[0].tolist() == [-1, -1, 0, 1, 1, -1, -1, -1]
-    assert outputs[1].tolist() == [0, 0, 4, 0, 1, 0, 0, 0]
-    for dtype in (torch.int32, torch.int64):  # more of them: test_random_appends
-        indptr, lengths = ints(target, 0).to(dtype), ints(target).to(dtype)
-        indices, positions = preflash.get_batch_indices_positions(indptr, lengths, 3)
-        assert (indices.tolist(), positions.tolist()) == ([-1] * 3, [0] * 3)
-        assert (indices.dtype, positions.dtype) == (torch.int32, torch.int32)
-
-
-# Appends.
+@pytest.mark.parametrize("dtype", [INT, LONG])
+def test_lengths_and_positions(target, dtype):
+    """Results are int32, in the caller's arrays if given; test_random_appends has more."""
+    lengths = preflash.get_seq_lens(ints(target, 2, 5, 5).to(dtype), ints(target, 3, 7), 16)
+    assert (lengths.tolist(), lengths.dtype) == ([35, 0], INT)
+    given = [ints(target, *(7,) * 4) for _ in range(2)]
+    for outputs in ([], given):
+        found = preflash.get_batch_indices_positions(
+            ints(target, 1, 2).to(dtype), ints(target, 5).to(dtype), 4, *outputs
+        )
+        assert [one.tolist() for one in found] == [[-1, 0, -1, -1], [0, 4, 0, 0]]
+        assert [one.dtype for one in found] == [INT, INT]
+    assert all(a is b for a, b in zip(found, given, strict=True))
 
 
 SHAPES = [(1, 5, INT), (3, 16, LONG), (9, 1, INT), (36, 5, LONG), (128, 16, INT)]
@@ -224,10 +213,6 @@ def debugging(monkeypatch):
     monkeypatch.setenv("PREFLASH_DEBUG", "1")
 
 
-def every_other(t: torch.Tensor) -> torch.Tensor:
-    return torch.stack([t, t], -1)[..., 0]
-
-
 # Argument, the error, how it is spoiled, and the message.
 REFUSED = [
     ("append_key", TypeError, lambda t: t.half(), "append_key is torch.float16"),
@@ -254,12 +239,12 @@ REFUSED = [
     ("kv_indptr", ValueError, lambda t: t + t.new_tensor([0, 3, -2]), "smallest step of -4"),
     ("kv_last_page_len", ValueError, lambda t: t + 6, r"kv_last_page_len\[0\] = 8"),
     ("paged_kv_cache", ValueError, lambda t: t[:, :1], "paged_kv_cache has shape"),
-    ("paged_kv_cache", ValueError, every_other, "the cache has stride 2 in its last"),
+    ("paged_kv_cache", ValueError, strided, "the cache has stride 2 in its last"),
     ("paged_kv_cache", ValueError, lambda t: t[:1].expand(t.shape), "overlap"),
     ("paged_kv_cache", ValueError, lambda t: (t[:, 0], t[:, 0]),
      "^v_cache lies where k_cache does"),
     ("kv_layout", ValueError, lambda _: "DHN", "kv_layout"),
-    ("append_key", ValueError, every_other, "append_key has stride 2 in its last"),
+    ("append_key", ValueError, strided, "append_key has stride 2 in its last"),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from changed_tensors import fake, freed, freed_view, meta, negative, resized
 from planned_cases import PAGED_ARRAYS, check_run, plan_arguments, planned
 from preflash.testing import Case, MaskKind, build, runner
 from refusals import refused
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import UninitializedParameter
 from torch.testing._internal.two_tensor import TwoTensor
 from wrapper_options import hints
@@ -229,26 +229,13 @@ def test_views_have_memory(target):
         torch.testing.assert_close(merged_s, s + 1, rtol=1e-6, atol=1e-6)
 
 
-def test_fake_mode_around_plain_tensors(target):
-    """Results made inside the mode are fake, even from plain tensors; a plan cannot be fake."""
-    inputs, wrapper = planned(Case("fake", (33,), (40,), 4, 2, 64, mask=MaskKind.CUSTOM), target)
-    bits, v, s = (target.to(t) for t in (BITS, V, S))
-    calls = [
-        lambda: wrapper.run(inputs.q, inputs.k, inputs.v),
-        lambda: runner.single(inputs, backend=target.backend)[0],
-        lambda: preflash.packbits(bits),
-        lambda: preflash.merge_state(v, s, v, s)[0],
-        lambda: preflash.merge_states(v[None], s[None])[0],
-    ]
-    for call in calls:
-        real = call()
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            assert isinstance(call(), FakeTensor)
-            assert call().shape == real.shape
+def test_a_plan_and_a_size_by_values_cannot_be_fake(target):
+    """test_forward_only.py has the calls that can."""
+    inputs, wrapper = planned(RUN, target)
     with FakeTensorMode(allow_non_fake_inputs=True):
         refused("memory", runner.plan, wrapper, inputs)
-        with pytest.raises(DynamicOutputShapeException):  # its size is in the values
-            preflash.segment_packbits(bits, torch.tensor([0, 16]))
+        with pytest.raises(DynamicOutputShapeException):
+            preflash.segment_packbits(target.to(BITS), INDPTR)
     check_run(inputs, wrapper)
 
 

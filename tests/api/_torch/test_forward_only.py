@@ -10,7 +10,7 @@ from fuzz.guarded import bits
 from planned_cases import planned, tensors
 from pods import Pod
 from preflash.testing import runner
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import BaseTorchFunctionMode
@@ -238,12 +238,16 @@ def test_export(target, strict, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_tensors(target, name):
-    """FakeTensorMode gets shapes, strides and dtypes, without a launch."""
+    """FakeTensorMode gets shapes, strides and dtypes, without a launch, of plain tensors too."""
     call = calls_of(target)[name]
     if name == "segment_packbits":
         pytest.skip("its size is in the values")
     expected = as_list(call.function(*call.fresh()))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        got = as_list(call.function(*map(mode.from_tensor, call.fresh())))
-    for a, b in zip(got, expected, strict=True):
-        assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+        fake = call.function(*map(mode.from_tensor, call.fresh()))
+        plain = fake if call.written else call.function(*call.fresh())
+    for got in (fake, plain):
+        for a, b in zip(as_list(got), expected, strict=True):
+            assert isinstance(a, FakeTensor)
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            assert a.device == b.device
