@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from fuzz.problems import Also
-from planned_cases import check_also, check_run, planned
+from planned_cases import check_also
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 
 FULL, CAUSAL, CUSTOM, PACKED = MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CUSTOM, MaskKind.PACKED
@@ -109,24 +109,6 @@ def test_the_last_row_ends_the_allocation(target, dim):
     runner.check(inputs, backend=target.backend)
 
 
-# --- masks -------------------------------------------------------------------
-
-
-MASKED = Case("mask", (30, 5), (30, 77), *HEADS, mask=CUSTOM)
-
-
-def test_causal_is_ignored_under_a_custom_mask(target):
-    check(target, MASKED, causal=True)
-
-
-def test_caller_may_reuse_a_mask(target):
-    """plan() packs the mask; later changes of the caller's tensor have no effect."""
-    inputs, wrapper = planned(MASKED, target)
-    expected = reference(inputs)
-    inputs.custom_mask.zero_()
-    check_run(inputs, wrapper, expected)
-
-
 # --- arrays, plans and wrappers ----------------------------------------------
 
 
@@ -154,11 +136,3 @@ def test_no_pages_are_no_keys(target, last_page_len, mask):
     inputs = build(case, device=target.device)
     inputs.last_page_len[1] = last_page_len
     runner.check(inputs, backend=target.backend)
-
-
-def test_two_wrappers_share_nothing(target):
-    one = Case("one", (20, 3), (90, 70), *HEADS, mask=CAUSAL, page_size=16)
-    two = Case("two", (5, 64), (300, 64), 8, 2, 128, page_size=3, fixed_split_size=64)
-    made = [planned(case, target) for case in (one, two)]
-    for inputs, wrapper in made * 2:
-        check_run(inputs, wrapper)

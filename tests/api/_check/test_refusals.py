@@ -300,7 +300,8 @@ SINGLE = [
     ("v", ValueError, [shorter, r"\bv\b|\bk\b"]),
     ("k", ValueError, [columns, r"\bk\b|head_dim"], misaligned),
     ("kv_layout", ValueError, "XYZ"),
-    ("custom_mask", ValueError, torch.ones(9, 29).bool()),
+    ("custom_mask", ValueError, *([torch.ones(shape).bool(), "custom_mask has shape .*flatten"]
+     for shape in ((9, 29), (9, 31), (30, 9), (10, 30)))),
     ("custom_mask", TypeError,
      *([torch.ones(9, 30, dtype=dtype), f"custom_mask is {dtype}; .*an integer dtype"]
        for dtype in (torch.float32, torch.float16, torch.complex64))),
@@ -308,12 +309,6 @@ SINGLE = [
      [torch.ones(9, 30).byte(),
      "as many as a dense mask .*custom_mask=.*bitorder='little': packbits"]),
     ("o_dtype", NotImplementedError, [torch.float8_e4m3fn, "o_dtype|o_data_type"]),
-    ("rope_scale", ValueError, 2.0),
-    ("rope_theta", ValueError, 0),
-    ("pos_encoding_mode", ValueError, "?"),
-    ("window_left", ValueError, -5),
-    ("logits_soft_cap", ValueError, 1e38),
-    ("lse_base", ValueError, "10"),
     ("out", ValueError, torch.zeros(9, 4, 56, dtype=torch.bfloat16)),
     ("flavour", TypeError, 1),
     *SINKS,

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-import subprocess
-import sys
 
 import preflash
 import pytest
@@ -12,6 +10,7 @@ from fuzz.altered_inputs import lone, part, with_bounds
 from planned_cases import bounds_of, plan_decode, tensors
 from preflash.testing import Case, MaskKind, build, runner
 from preflash.testing.inputs import pages_of
+from processes import python
 from wrapper_options import graph_options
 
 # Long enough for other plans to cut the keys; the last request is a decode step.
@@ -114,26 +113,20 @@ def test_windows_and_upper_bounds(target, batch):
     assert torch.equal(exact, bounded)
 
 
-# Each value is read by an import of its own.
-CODE = """
-import os, torch
-for value in ("1", "0"):
-    os.environ["PREFLASH_BATCH_INVARIANT"] = value
-    if os.fork() == 0:
-        import preflash
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_environment_sets_it_for_every_call(value):
+    """A plan that cuts no keys needs no workspace."""
+    printed = python(
+        """
+        import preflash, torch
         workspace = torch.empty(1 << 20, dtype=torch.uint8)
         wrapper = preflash.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="cpu")
         indptrs = (torch.tensor([0, n], dtype=torch.int32) for n in (1, 30000))
-        print(value, wrapper.workspace_size(*indptrs, 1, 1, 8)[0] > 0, flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_the_environment_sets_it_for_every_call():
-    """A plan that cuts no keys needs no workspace."""
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
-    assert done.stdout.split() == ["1", "False", "0", "True"], done.stderr
+        print(wrapper.workspace_size(*indptrs, 1, 1, 8)[0] == 0)
+        """,
+        PREFLASH_BATCH_INVARIANT=value,
+    )
+    assert printed == f"{value == '1'}\n"
 
 
 # --- Chunks of a long prompt, and its decode steps -----------------------------

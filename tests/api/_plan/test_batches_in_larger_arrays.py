@@ -1,18 +1,17 @@
-"""Batches may be a part of larger arrays: indptr start anywhere, q is padded, masks are longer."""
+"""Batches may be a part of larger arrays: indptr start anywhere, q is padded."""
 
 import contextlib
 import dataclasses
-import functools
 import itertools
-import math
 
-import preflash
 import pytest
 import torch
+from fuzz import fmha_problems
+from fuzz.fmha_problems import SPARE, FmhaCase
 from fuzz.guarded import GivenOutputs
 from fuzz.problems import Brought
-from planned_cases import check_run, plan_decode, planned, tensors, unplanned
-from preflash.testing import Case, MaskKind, build, poison, runner
+from planned_cases import check_run, planned, tensors, unplanned
+from preflash.testing import Case, MaskKind, poison, runner
 from refusals import refused
 
 PADDING = 3
@@ -90,54 +89,11 @@ def test_padded_q(target, case):
 
 def test_rows_of_no_request_in_one_call(target):
     """Rows of no request in the outputs and statistics of trtllm_fmha_v2_prefill."""
-    case = dataclasses.replace(RAGGED, kv_lens=(40, 7, 90, 1))
-    inputs = build(case, device=target.device)
-    q, rows = padded(inputs.q, before=0), inputs.q.shape[0]
+    case = FmhaCase(RAGGED.qo_lens, (40, 7, 90, 1), stats=True)
     for where in sorted({"cpu", target.device}):
+        inputs = fmha_problems.build(case, target.device, where)
         with poisoned_memory():
-            out, stats = preflash.trtllm_fmha_v2_prefill(
-                (q, inputs.k, inputs.v), "SEPARATE_Q_K_V", runner.workspace(target.device),
-                seq_lens=torch.tensor(case.kv_lens, dtype=torch.int32, device=where),
-                max_q_len=max(case.qo_lens), max_kv_len=max(case.kv_lens),
-                bmm1_scale=case.head_dim**-0.5, bmm2_scale=1.0, batch_size=len(case.qo_lens),
-                cum_seq_lens_q=inputs.qo_indptr.to(where),
-                cum_seq_lens_kv=inputs.kv_indptr.to(where),
-                mask_mode="causal", save_softmax_stats=True, backend=target.backend,
-            )  # fmt: skip
-        maximum, total = stats.unbind(-1)
-        lse = (maximum + total.log()) / math.log(2.0)
-        runner.compare(inputs, out[:rows], lse[:rows]).check()
-        for values, blank in ((out, 0.0), (maximum, -math.inf), (total, 0.0)):
-            assert torch.all(values[rows:] == blank)
-
-
-def test_decode_takes_the_planned_rows_alone(target):
-    case = Case("decode", (1, 1), (5, 21), 4, 2, 64, page_size=16)
-    inputs = build(case, device=target.device)
-    make = preflash.BatchDecodeWithPagedKVCacheWrapper
-    wrapper = make(runner.workspace(target.device), backend=target.backend)
-    plan_decode(wrapper, inputs)
-    q = torch.cat([inputs.q, inputs.q])
-    says = r"q has 4 rows; a decode batch of 2 requests .* exactly 2: pass q\[:2\]"
-    for call in (wrapper.run, wrapper.run_return_lse, wrapper.forward):
-        refused(says, call, q, inputs.cache)
-        refused("q has 1 rows", call, q[:1], inputs.cache)
-    check_run(inputs, wrapper)
-    # A later plan() with the tensors of this one counts its own rows.
-    first = {"kv_indptr": inputs.kv_indptr[:2], "last_page_len": inputs.last_page_len[:1]}
-    plan_decode(wrapper, dataclasses.replace(inputs, **first))
-    refused("q has 2 rows", wrapper.run, inputs.q, inputs.cache)
-
-
-def test_masks_of_a_single_request(target):
-    """A flat mask may be longer; a matrix of another shape is refused, its rows would be wrong."""
-    case = Case("single", (9,), (30,), 4, 2, 64, mask=MaskKind.CUSTOM)
-    inputs = build(case, device=target.device)
-    flat = inputs.masks[0].flatten()
-    for mask in (flat, torch.cat([flat, flat[:7]])):
-        result = runner.single(inputs, backend=target.backend, custom_mask=mask)
-        runner.compare(inputs, *result).check()
-    for shape in ((30, 9), (10, 30), (9, 31)):
-        mask = torch.ones(shape, dtype=torch.bool, device=target.device)
-        call = functools.partial(runner.single, inputs, backend=target.backend)
-        refused(r"custom_mask has shape .*flatten", call, custom_mask=mask)
+            result = fmha_problems.run(inputs, target.backend)
+        assert fmha_problems.judge(inputs, result).failures == []
+        out = result[0]
+        assert not bool(out[:SPARE].any() or out[-SPARE:].any())

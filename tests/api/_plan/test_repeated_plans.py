@@ -54,7 +54,9 @@ def block_table(inputs, target) -> torch.Tensor:
 
 OPTIONS = (
     {}, {}, {"window_left": 5}, {"sm_scale": 0.3}, {"logits_soft_cap": 8.0}, {"causal": False},
-    {"disable_split_kv": True}, {"fixed_split_size": 16}, {"pos_encoding_mode": "ROPE_LLAMA"},
+    {"disable_split_kv": True}, {"fixed_split_size": 16}, {"pos_encoding_mode": "ALIBI"},
+    *({"pos_encoding_mode": "ROPE_LLAMA", **rope}
+      for rope in ({}, {"rope_scale": 8.0}, {"rope_scale": 8.0, "rope_theta": 5e5})),
 )  # fmt: skip
 RUNS = [("run", {}), ("run", {"window_left": 9}), ("run", {"k_scale": 0.5}),
         *(("forward", {"causal": causal, "sm_scale": scale})

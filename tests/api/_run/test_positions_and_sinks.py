@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from planned_cases import check_run, planned
-from preflash.testing import Case, Magnitude, MaskKind, Position, build, reference, runner
+from preflash.testing import Case, Magnitude, MaskKind, Position, reference, runner
 from preflash.testing.oracle import Rope, alibi_slopes
 
 ALIBI, ROPE = Position.ALIBI, Position.ROPE
@@ -32,23 +32,6 @@ def check_pipeline(inputs, result, **changes) -> None:
     case = dataclasses.replace(inputs.case, position=ROPE if pipeline.rope else Position.NONE)
     planned_for = dataclasses.replace(inputs, case=case)  # GPUs round what they rotate
     runner.compare(planned_for, *result, reference(inputs, pipeline=pipeline)).check()
-
-
-MODES = [("ALIBI", None), ("ROPE_LLAMA", Rope()), ("NONE", None), ("ROPE_LLAMA", Rope(8.0, 5e5)),
-         ("ROPE_LLAMA", Rope(8.0)), ("ALIBI", None), ("NONE", None)]  # fmt: skip
-
-
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_positions_planned_again(target, page_size):
-    """Each plan() sets the encoding and its frequencies."""
-    case = dataclasses.replace(RAGGED, page_size=page_size)
-    inputs, wrapper = planned(case, target)
-    slopes = build(dataclasses.replace(case, position=ALIBI)).pipeline.slopes
-    for mode, rope in MODES:
-        options = {} if rope is None else {"rope_scale": rope.scale, "rope_theta": rope.theta}
-        runner.plan(wrapper, inputs, pos_encoding_mode=mode, **options)
-        changes = {"rope": rope, "slopes": slopes if mode == "ALIBI" else None}
-        check_pipeline(inputs, runner.run(wrapper, inputs), **changes)
 
 
 def test_forward_has_its_own_frequencies(target):

@@ -5,13 +5,12 @@ Inputs, oracle and results of test_batch and test_cudnn are all made under them.
 
 import contextlib
 
-import attention_cases
 import cudnn_calls
 import pytest
 import torch
 from compiled_calls import NAMES, assert_same, calls_of
 from preflash.cli import main
-from preflash.testing import build, runner
+from preflash.testing import build
 
 
 @contextlib.contextmanager
@@ -40,17 +39,6 @@ SURROUNDINGS = [
 def surroundings(request):
     with request.param():
         yield
-
-
-CASES = {case.name: case for case in attention_cases.core()}
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["zero_lengths", "softcap", "custom_u8", "packed", "page1_flat", "vllm_like_hnd", "split"],
-)
-def test_batch(surroundings, target, name):
-    runner.check(build(CASES[name], device=target.device), backend=target.backend)
 
 
 @pytest.fixture(params=NAMES)
