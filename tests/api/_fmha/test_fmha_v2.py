@@ -10,7 +10,6 @@ import torch
 from fuzz.fmha_problems import (
     E4M3,
     LAYOUTS,
-    SPARE,
     FmhaCase,
     Pools,
     build,
@@ -180,44 +179,8 @@ def test_a_short_workspace_splits_less(target):
         compare_out(inputs, out, inputs.expected()).check()
 
 
+# _wrappers/test_skipping.py compares the tiles that this call leaves out with those of wrappers.
 FACTOR = "skip_softmax_threshold_scale_factor"
-MIDDLE = slice(SPARE + 512, SPARE + 1280)  # clear of the boundaries, whatever a tile is
-
-
-def decaying(target, dtype=torch.float16, head_dim=128, kv_len=2048):
-    """Makes a long prompt whose middle keys have logits 20 below those at both ends: the tiles that
-    are computed first, in either order, are not of the middle."""
-    case = FmhaCase((200,), (kv_len,), dtype=dtype, head_dim=head_dim, bmm1=1.0)
-    inputs = build(case, target.device)
-    # No room for partials: each chunk of split keys would have first tiles and maxima of its own.
-    inputs.arguments["workspace_buffer"] = torch.empty(0, dtype=torch.uint8, device=target.device)
-    q, k, _ = inputs.arguments["qkv"]
-    rows, keys = slice(SPARE, SPARE + 200), slice(SPARE, SPARE + kv_len)
-    for tensor, span in ((q, rows), (k, keys)):
-        tensor[span] = (tensor[span].float() * 0.1).to(dtype)
-    q[rows, :, 0] = 4.0
-    k[keys, :, 0] = 0.0
-    k[SPARE + 256 : SPARE + 1536, :, 0] = -5.0
-    inputs.requests = [
-        tuple(
-            t[s].cpu()
-            for t, s in zip((q, k, inputs.arguments["qkv"][2]), (rows, keys, keys), strict=True)
-        )
-    ]
-    return inputs
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, E4M3])
-def test_tiles_without_weight_are_left_out(target, dtype, head_dim):
-    """Skipped tiles are not read: NaN among their values reaches nothing. All others count."""
-    inputs = decaying(target, dtype, head_dim)
-    expected = inputs.expected()
-    inputs.arguments["qkv"][2][MIDDLE] = math.nan
-    skipped = attention(**inputs.arguments | {FACTOR: 1.0}, backend=target.backend)
-    compare_out(inputs, skipped, expected).check()
-    everything = attention(**inputs.arguments, backend=target.backend)
-    assert inputs.of_requests(everything).float().isnan().all()
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
@@ -248,20 +211,6 @@ def test_weight_of_skipped_tiles_is_bounded(target, factor, mode):
         compare_out(inputs, out, expected).check()
     values = max(float(v.abs().max()) for _, _, v in inputs.requests)
     assert float(inputs.of_requests(out).abs().max()) <= values * 1.01
-
-
-def test_tiles_that_are_kept(target):
-    """One row in which a tile has weight keeps it for all, and so does a key that raises the
-    maximum, although the factor allows tiles of any weight to be skipped."""
-    for operand, row, value, factor in (
-        (0, 70, -4.0, 1.0),  # for query 70 the middle has all of the weight
-        (1, 1000, 10.0, 1e30),  # key 1000 has all of the weight
-    ):
-        inputs = decaying(target)
-        inputs.arguments["qkv"][operand][SPARE + row, :, 0] = value
-        inputs.requests[0][operand][row, :, 0] = value
-        out = attention(**inputs.arguments | {FACTOR: factor}, backend=target.backend)
-        compare_out(inputs, out, inputs.expected()).check()
 
 
 @pytest.mark.gpu

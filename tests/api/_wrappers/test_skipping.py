@@ -114,29 +114,53 @@ def test_tiles_without_weight_are_left_out(target, kind, dtype):
     assert batch.wrapper.variant == kernel
 
 
+def called(inputs, target, factor, dtype=torch.float16):
+    """Calls trtllm_fmha_v2_prefill without room for a split, with operands of the dtype."""
+    case, requests = inputs.case, [inputs.request(i) for i in range(2)]
+    k, v = (torch.cat([getattr(one, name) for one in requests]) for name in "kv")
+    return preflash.trtllm_fmha_v2_prefill(
+        tuple(t.to(dtype) for t in (inputs.q, k, v)), "SEPARATE_Q_K_V",
+        runner.workspace(target.device, 0), seq_lens=torch.tensor(case.kv_lens).int(),
+        max_q_len=max(case.qo_lens), max_kv_len=max(case.kv_lens), bmm1_scale=1.0, bmm2_scale=1.0,
+        batch_size=2, cum_seq_lens_q=indptr(case.qo_lens), cum_seq_lens_kv=indptr(case.kv_lens),
+        mask_mode="causal" if case.mask is MaskKind.CAUSAL else "padding", backend=target.backend,
+        out_dtype=torch.float16, **{FACTOR: factor},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @KINDS
-def test_as_in_the_function(target, kind, head_dim):
-    """The same keys as in trtllm_fmha_v2_prefill are left out, also where that changes much."""
+def test_as_in_the_function(target, kind, head_dim, dtype):
+    """trtllm_fmha_v2_prefill leaves out the same keys, also where that changes much."""
     batch = made(kind, target, head_dim=head_dim)
-    case, cpu = batch.inputs.case, target.backend == "cpu"
-    requests = [batch.inputs.request(i) for i in range(2)]
-    k, v = (torch.cat([getattr(one, name) for one in requests]) for name in "kv")
+    cpu = target.backend == "cpu"
+    for t in (batch.inputs.q, batch.inputs.k, batch.inputs.v):
+        t.copy_(t.to(dtype))
     for factor in (1e-12, 1.0, 1800.0, 1e9):
-        out = batch.run(factor)
-        function = preflash.trtllm_fmha_v2_prefill(
-            (batch.inputs.q, k, v), "SEPARATE_Q_K_V", runner.workspace(target.device, 0),
-            seq_lens=torch.tensor(case.kv_lens).int(), max_q_len=max(case.qo_lens),
-            max_kv_len=max(case.kv_lens), bmm1_scale=1.0, bmm2_scale=1.0, batch_size=2,
-            cum_seq_lens_q=indptr(case.qo_lens), cum_seq_lens_kv=indptr(case.kv_lens),
-            mask_mode="padding" if kind == "decode" else "causal", backend=target.backend,
-            **{FACTOR: factor},
-        )  # fmt: skip
+        out, function = batch.run(factor), called(batch.inputs, target, factor, dtype)
         # Without a split, as the batch is, a decode step has the bits of a prefill's row.
-        same = torch.equal if cpu and kind != "decode" else near
+        same = torch.equal if cpu and kind != "decode" and dtype == torch.float16 else near
         if cpu or factor <= 1.0:
             assert same(out, function), factor
     assert cpu is False or not torch.equal(out, batch.run())
+    batch.spoil()
+    assert called(batch.inputs, target, 1.0, dtype).isfinite().all()
+    assert called(batch.inputs, target, 1e-12, dtype).isnan().all()
+
+
+def test_tiles_that_are_kept(target):
+    """One row in which a tile has weight keeps it for all, and so does a key that raises the
+    maximum, although the factor allows tiles of any weight to be skipped."""
+    for name, rows, value, factor in (
+        ("q", 70, -4.0, 1.0),  # for query 70 the middle has all of the weight
+        ("k", [1000, 2048 + 1000], 10.0, 1e30),  # key 1000 of each request has all of the weight
+    ):
+        batch = made("ragged", target)
+        getattr(batch.inputs, name)[rows, :, 0] = value
+        expected = batch.expected()
+        compare(*batch.run(factor, return_lse=True), expected).check()
+        compare(called(batch.inputs, target, factor), None, expected).check()
 
 
 def test_with_other_options_of_a_run(target):
