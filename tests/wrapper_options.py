@@ -34,9 +34,14 @@ def hints(inputs: Inputs) -> dict:
         "uniform_q_len": case.qo_lens[0] if len(set(case.qo_lens)) == 1 else -1,
     }
     if case.paged:
-        widest = max(map(len, inputs.page_table)) + 1
-        table = torch.full((case.batch_size, widest), -7, dtype=torch.int32, device="cpu")
-        for row, pages in zip(table, inputs.page_table, strict=True):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        found["block_tables"] = table.to(device)
+        found["block_tables"] = block_table(inputs).to(device)
     return found
+
+
+def block_table(inputs: Inputs, spare: int = 1, unused: int = -7) -> torch.Tensor:
+    """Returns the pages of each request as a row, with spare columns, on the CPU."""
+    shape = (inputs.case.batch_size, max(map(len, inputs.page_table)) + spare)
+    table = torch.full(shape, unused, dtype=torch.int32, device="cpu")
+    for row, pages in zip(table, inputs.page_table, strict=True):
+        row[: len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
+    return table

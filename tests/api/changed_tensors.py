@@ -4,6 +4,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
+def entry(index, value):
+    """Returns a function that copies a tensor with another value at an index."""
+
+    def entry(t):
+        t = t.clone()
+        t[index] = value
+        return t
+
+    return entry
+
+
 def resized(t, nbytes: int):
     """Copies a tensor to a storage of so many bytes."""
     t = t.clone()

@@ -5,6 +5,7 @@ import math
 import preflash
 import torch
 from preflash.testing import Case, MaskKind, compare, reference
+from wrapper_options import block_table
 
 LENGTHS = {
     "odd": ((5, 37, 1, 70), (17, 37, 90, 64)),
@@ -46,11 +47,7 @@ def arguments(inputs, units="elements", device="cpu"):
         "batch_offsets_o": offsets(qo_at, heads, case.dim_vo), "batch_offsets_units": units,
     }  # fmt: skip
     if case.page_size:
-        pages = [-(-n // case.page_size) for n in case.kv_lens]
-        table = torch.full((case.batch_size, max(pages) + 2), -7, dtype=torch.int32, device="cpu")
-        for request, row in enumerate(inputs.page_table):
-            table[request, : len(row)] = torch.tensor(row, device="cpu")
-        found["block_tables"] = table.to(device)
+        found["block_tables"] = block_table(inputs, spare=2).to(device)
     else:
         found["batch_offsets_k"] = offsets(kv_at, kv_heads, case.head_dim)
         found["batch_offsets_v"] = offsets(kv_at, kv_heads, case.dim_vo)

@@ -90,9 +90,9 @@ def mistakes(*rows) -> list:
     return found
 
 
-def spoil(arguments: dict, argument: str, value, target) -> None:
-    """Puts a wrong value of mistakes() into the arguments of a call."""
+def spoil(arguments: dict, argument: str, value, target=None) -> None:
+    """Puts a wrong value of mistakes() into the arguments of a call, on the target's device."""
     if callable(value):
         arguments[argument] = value(arguments.get(argument))
     else:
-        arguments[argument] = target.to(value) if hasattr(value, "device") else value
+        arguments[argument] = target.to(value) if target and hasattr(value, "device") else value

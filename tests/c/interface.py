@@ -85,7 +85,7 @@ def segment_of(inputs: Inputs, *, bounds: bool = False, table: bool = False):
     keys. table: pages are a block table."""
     case, pages, stride = inputs.case, inputs.indices, 0
     if table:
-        pages = wrapper_options.hints(inputs)["block_tables"]
+        pages = wrapper_options.block_table(inputs)
         stride = pages.shape[1]
     lens = torch.tensor(case.kv_lens, dtype=torch.int32) if bounds else None
     qo_indptr, kv_indptr = inputs.qo_indptr.clone(), inputs.kv_indptr.clone()

@@ -12,7 +12,7 @@ from fractions import Fraction
 import preflash
 import pytest
 import torch
-from changed_tensors import misaligned, strided, wide_rows
+from changed_tensors import entry, misaligned, strided, wide_rows
 from planned_cases import check_run, mistakes, plan_arguments, planned, spoil, unplanned
 from preflash.testing import Case, MaskKind, build, oracle, poison, reference, runner
 from refusals import refused
@@ -28,15 +28,6 @@ FP8_KEYS = dataclasses.replace(FP8, name="fp8_keys", dtype=torch.float16, kv_dty
 BOTH = pytest.mark.parametrize("case", [PAGED, RAGGED], ids=lambda case: case.name)
 MASK_SIZE = sum(a * b for a, b in zip(PAGED.qo_lens, PAGED.kv_lens, strict=True))
 PACKED_SIZE = sum(-(-a * b // 8) for a, b in zip(PAGED.qo_lens, PAGED.kv_lens, strict=True))
-
-
-def entry(index: int, number: int):
-    def entry(array):
-        array = array.clone()
-        array[index] = number
-        return array
-
-    return entry
 
 
 def shorter(t):

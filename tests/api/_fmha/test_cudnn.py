@@ -2,18 +2,16 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
+from changed_tensors import entry, misaligned
 from cudnn_calls import arguments, call, check, cumulated, make_case, rows_of
 from fuzz import cudnn_trial
 from fuzz.random_cases import Limits
 from graph_replays import replayed
 from planned_cases import mistakes, spoil
 from preflash.testing import build, poison
-
-HOST = SimpleNamespace(device="cpu", backend="cpu", to=lambda value: value)
 
 
 def verify(inputs, **kwargs):
@@ -97,19 +95,6 @@ LENS = ("actual_seq_lens_q", "actual_seq_lens_kv")
 OFFSETS = [f"batch_offsets_{of}" for of in "qokv"]
 
 
-def misaligned(t):
-    return torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
-
-
-def entry(row, column, value):
-    def changed(table):
-        table = table.clone()
-        table[row, column] = value
-        return table
-
-    return changed
-
-
 # Rows of mistakes() for keys [tokens, heads, head_dim].
 REFUSED = [
     *((name, ValueError, [None, f"{name} is missing"]) for name in (*LENS, *OFFSETS)),
@@ -181,8 +166,8 @@ REFUSED_PAGES = [
     ("block_tables", ValueError, [lambda t: t[:, :5], "block_tables has 5 pages of 16 keys"],
      [lambda t: t[:3], r"block_tables has shape \(3, 8\)"],
      [lambda t: t[0], "block_tables has shape"],
-     [entry(0, 1, 999), r"\[0\] holds 999.* \[0, 18\)"],
-     [entry(1, 2, -1), r"block_tables\[1\] holds -1"]),
+     [entry((0, 1), 999), r"\[0\] holds 999.* \[0, 18\)"],
+     [entry((1, 2), -1), r"block_tables\[1\] holds -1"]),
     ("block_tables", TypeError, [torch.Tensor.long, "block_tables is torch.int64"]),
     ("k_cache v_cache", ValueError,
      [lambda t: t.transpose(1, 2), r"k_cache \(18, 16, 2.*\[pages, num_kv_heads, page_size"],
@@ -206,7 +191,7 @@ def test_refusals(page_size, argument, value, error, says):
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
     given = arguments(inputs) | {"out": out}
     for name in argument.split():
-        spoil(given, name, value, HOST)
+        spoil(given, name, value)
     with pytest.raises(error, match=says):
         call(**given)
     assert (out == 7.0).all()

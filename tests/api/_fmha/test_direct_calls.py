@@ -12,6 +12,7 @@ import pytest
 import torch
 from graph_replays import replayed
 from preflash.testing import Case, MaskKind, Sinks, build, comparison, reference, runner
+from wrapper_options import block_table
 
 CONTEXT = Case(
     "context", (9, 1, 33), (30, 77, 40), 4, 2, 64, dtype=torch.float16, mask=MaskKind.CAUSAL,
@@ -30,21 +31,13 @@ NO_MASK = dataclasses.replace(CONTEXT, mask=MaskKind.NONE)
 VARLEN = dataclasses.replace(CONTEXT, name="varlen", page_size=0, layout="NHD")
 
 
-def table_of(inputs) -> torch.Tensor:
-    """Returns [batch_size, pages + 1], int32; entries that no request uses are no pages."""
-    most = max(map(len, inputs.page_table))
-    table = torch.full((inputs.case.batch_size, most + 1), 10**6, dtype=torch.int32)
-    for row, own in zip(table, inputs.page_table, strict=True):
-        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    return table
-
-
 def arrays(inputs, device) -> dict[str, torch.Tensor]:
     """Returns block tables and lengths on a device; `device` may be a dict of them already."""
     if isinstance(device, dict):
         return device
     kv_lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32)
-    return {"block_tables": table_of(inputs).to(device), "seq_lens": kv_lens.to(device)}
+    table = block_table(inputs, unused=10**6)
+    return {"block_tables": table.to(device), "seq_lens": kv_lens.to(device)}
 
 
 def pools_of(inputs) -> tuple:
@@ -158,7 +151,7 @@ def test_calls(target, name, option):
 def test_calls_by_position(target):
     """The first arguments are in FlashInfer's order."""
     inputs = build(DECODE, device=target.device)
-    work, table = runner.workspace(target.device), table_of(inputs)
+    work, table = runner.workspace(target.device), block_table(inputs, unused=10**6)
     lens, (k, v) = torch.tensor(DECODE.kv_lens, dtype=torch.int32), pools_of(inputs)
     q, scale = inputs.q, DECODE.scale
     tail = (-1, None, None, None, None)
@@ -279,7 +272,7 @@ def test_draft_trees(target, tree, option):
 
 def two_tables(inputs, first: int) -> torch.Tensor:
     """Returns tables of K and of V pages that alternate in one pool, as in TensorRT-LLM."""
-    table = table_of(inputs)
+    table = block_table(inputs, unused=10**6)
     tables = torch.stack([2 * table + first, 2 * table + 1 - first], dim=1)
     tables[tables > 10**6] = 7 - first  # unused entries
     return tables

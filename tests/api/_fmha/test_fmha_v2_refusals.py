@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-import types
 
 import preflash
 import pytest
 import torch
+from changed_tensors import entry
 from fuzz.fmha_problems import SPARE, FmhaCase, build
 from planned_cases import mistakes, spoil
 
@@ -21,16 +21,6 @@ CONTIGUOUS = dataclasses.replace(SEPARATE, layout="CONTIGUOUS_Q_KV")
 FACTOR = "skip_softmax_threshold_scale_factor"
 CHUNKED = dataclasses.replace(SEPARATE, mask_mode="chunked")
 OWN_OUT = dataclasses.replace(SEPARATE, brings_out=False)
-AS_IT_IS = types.SimpleNamespace(to=lambda value: value)
-
-
-def entry(index, value: int):
-    def changed(array):
-        array = array.clone()
-        array[index] = value
-        return array
-
-    return changed
 
 
 def part(index: int, function):
@@ -127,7 +117,7 @@ REFUSED = {
 def test_wrong_arguments_are_refused_by_name(case, argument, value, error, says):
     inputs = build(case)
     out = inputs.arguments.get("out")
-    spoil(inputs.arguments, argument, value, AS_IT_IS)
+    spoil(inputs.arguments, argument, value)
     with pytest.raises(error, match=says):
         attention(**inputs.arguments)
     assert out is None or out.isnan().all()

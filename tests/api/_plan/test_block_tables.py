@@ -10,7 +10,7 @@ from graph_stage import capture
 from planned_cases import bounds_of, check_run
 from preflash.testing import Case, MaskKind, Position, build, runner
 from refusals import refused
-from wrapper_options import hints
+from wrapper_options import block_table
 
 NO_PAGE = 2**31 - 1
 CASE = Case("table", (30, 0, 9, 1), (100, 90, 7, 0), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
@@ -29,12 +29,6 @@ CASES = {
 }  # fmt: skip
 
 
-def table_of(inputs) -> torch.Tensor:
-    """Returns the page table as rows, in which entries of no request are no pages."""
-    table = hints(inputs)["block_tables"]
-    return table.masked_fill(table < 0, NO_PAGE)
-
-
 def with_table(inputs, table: torch.Tensor):
     return dataclasses.replace(inputs, indices=table)
 
@@ -47,7 +41,7 @@ def test_block_tables(target, changes, spread, monkeypatch):
     inputs = build(dataclasses.replace(CASE, **changes), device=target.device)
     exact = runner.run(runner.planned(inputs, backend=target.backend), inputs)
     for where in sorted({"cpu", target.device}):
-        table = table_of(inputs).to(where)
+        table = block_table(inputs, unused=NO_PAGE).to(where)
         given, repeated = with_table(inputs, table), table.clone()
         if spread:  # columns of a wider table, and a strided indptr that starts above zero
             spare, width = torch.full_like(table, NO_PAGE), table.shape[1]
@@ -61,7 +55,7 @@ def test_block_tables(target, changes, spread, monkeypatch):
 def test_a_run_reads_pages(target):
     """run() reads pages from the table itself, without a copy."""
     inputs = build(CASE, device=target.device)
-    table = table_of(inputs)
+    table = block_table(inputs, unused=NO_PAGE).to(target.device)
     wrapper = runner.planned(with_table(inputs, table), backend=target.backend)
     page = int(table[0, 2])
     free = min(set(range(inputs.k.shape[0])) - set(inputs.indices.tolist()))
@@ -102,7 +96,7 @@ def test_graphs(target, recorder):
     def run():
         wrapper.run(inputs.q, inputs.cache, out=out, lse=lse)
 
-    graph, there = None, table_of(inputs)
+    graph, there = None, block_table(inputs, unused=NO_PAGE).to(target.device)
     buffer_itself = buffer[:, : there.shape[1]]
     for table in (there, there.cpu(), buffer_itself, buffer):
         runner.plan(wrapper, with_table(inputs, table))
@@ -122,7 +116,7 @@ def test_graphs(target, recorder):
 def test_pages_beyond_the_pool(target):
     """Pages on the host are compared with the pool, by the first run of each plan."""
     inputs = build(CASE, device=target.device)
-    table = table_of(inputs).cpu()
+    table = block_table(inputs, unused=NO_PAGE)
     far = table.clone()
     far[2, 0] = 10**6
     wrapper = runner.make_wrapper(CASE, backend=target.backend, device=target.device)

@@ -11,7 +11,7 @@ import torch
 from planned_cases import bounds_of, table, tensors
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
-from wrapper_options import graph_options, hints
+from wrapper_options import block_table, graph_options
 
 LENGTHS = ((3, 0, 9), (40, 0, 64))
 PAGED, RAGGED = (
@@ -46,7 +46,7 @@ def plan_of(kind: str):
         arguments, options = (*table(inputs), 4, 2, 64, 16), {"q_data_type": PAGED.dtype}
         return functools.partial(fast_decode_plan, wrapper, *arguments, **options)
     if kind == "block table":
-        inputs.indices = hints(inputs)["block_tables"]
+        inputs.indices = block_table(inputs)
     for_graphs = graph_options(inputs) if kind == "graphs" else {}
     wrapper = runner.make_wrapper(inputs.case, backend="cpu", **for_graphs)
     arguments, options = runner.plan_arguments(inputs)

@@ -12,7 +12,7 @@ from changed_tensors import meta, strided
 from planned_cases import mistakes, plan_arguments, spoil, unplanned
 from preflash.testing import Case, MaskKind, runner
 from refusals import refused
-from wrapper_options import hints
+from wrapper_options import block_table
 
 PAGED = Case("paged", (37, 11), (54, 29), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = dataclasses.replace(PAGED, page_size=0)
@@ -98,7 +98,7 @@ def test_refusals(target, monkeypatch, batch, argument, value, error, says):
     moved = {k: target.to(x) if hasattr(x, "device") else x for k, x in options.items()}
     arguments = plan_arguments(inputs) | moved
     if batch == "table":
-        arguments[TABLE] = hints(inputs)["block_tables"]
+        arguments[TABLE] = block_table(inputs).to(target.device)
     wrapper.plan(**arguments)
     expected = runner.run(wrapper, inputs)
     spoil(arguments, argument, value, target)

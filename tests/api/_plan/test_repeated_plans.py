@@ -14,7 +14,7 @@ from planned_cases import bounds_of, check_run, plan_decode, planned, table, ten
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
 from refusals import refused
-from wrapper_options import hints
+from wrapper_options import block_table
 
 PAGED = Case("paged", (3, 0, 9), (40, 0, 64), 4, 2, 64, page_size=16, mask=MaskKind.CAUSAL)
 RAGGED = dataclasses.replace(PAGED, name="ragged", page_size=0)
@@ -44,12 +44,6 @@ def decode_wrapper(*buffers):
 def of_decode(kv_lens, seed=0, **changes):
     changes = {"qo_lens": (1,) * len(kv_lens), **changes}
     return build(dataclasses.replace(DECODE, kv_lens=kv_lens, **changes), seed=seed)
-
-
-def block_table(inputs, target) -> torch.Tensor:
-    """Returns the pages as a table of strided rows on the device."""
-    wide = torch.nn.functional.pad(hints(inputs)["block_tables"], (0, 3), value=-5)
-    return wide.to(target.device)[:, :-3]
 
 
 OPTIONS = (
@@ -82,7 +76,8 @@ def test_any_sequence_of_calls(seed, case, target):
         inputs = with_lengths(case, qo_lens, kv_lens, target, step, where)
         given, more = dataclasses.replace(inputs), {}
         if as_table:
-            given.indices = block_table(inputs, target)
+            wide = torch.nn.functional.pad(block_table(inputs), (0, 3), value=-5)
+            given.indices = wide.to(target.device)[:, :-3]  # of strided rows
         if bounded:  # runs read the lengths of the last plan()
             given.last_page_len = torch.full_like(inputs.last_page_len, case.page_size)
             more = bounds_of(inputs)

@@ -12,7 +12,7 @@ from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
 from refusals import refused
-from wrapper_options import hints
+from wrapper_options import block_table
 
 BOUNDS = (300, 90, 7, 0, 130)
 # Every key, none, one, and a number in the middle of a tile and of a page.
@@ -174,7 +174,7 @@ def test_prefill_beside_decode(target, kind):
 def test_one_launch_of_mixed_requests(target, as_table):
     inputs = build(PAGED, device=target.device)
     bounds = bounds_of(inputs)
-    pages = hints(inputs)["block_tables"] if as_table else inputs.indices
+    pages = block_table(inputs).to(target.device) if as_table else inputs.indices
     wrapper = preflash.BatchAttention(device=target.device, backend=target.backend)
     wrapper.plan(
         inputs.qo_indptr, inputs.kv_indptr, pages, bounds["seq_lens"].clone(), 4, 2, 64, 64, 16,

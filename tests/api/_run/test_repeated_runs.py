@@ -13,7 +13,6 @@ from preflash import _core
 from preflash._check import torch_modes
 from preflash.testing import Case, KvForm, MaskKind, build, runner
 from refusals import refused
-from torch.autograd import forward_ad
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16, form=KvForm.COMBINED)
@@ -166,15 +165,6 @@ def test_a_pair_after_a_cache(target):
         runner.compare(inputs, wrapper.run(q, kv), None).check()
 
 
-def tangent(wrapper, q, *kv):
-    with forward_ad.dual_level():
-        wrapper.run(forward_ad.make_dual(q, torch.ones_like(q)), *kv)
-
-
-def trace(wrapper, q, *kv):
-    torch.jit.trace(lambda one: wrapper.run(one, *kv), (q,), check_trace=False)
-
-
 def vmap(place):
     """Inside of torch.vmap a tensor looks like the one before it and has no address."""
 
@@ -201,8 +191,6 @@ def planned_longer(**lengths):
 
 
 REFUSED = {
-    "tangent": (tangent, NotImplementedError, "tangent"),
-    "trace": (trace, NotImplementedError, r"torch\.jit\.trace"),
     **{f"vmap {n}": (vmap(i), ValueError, f"^{n} has no memory.*torch.func")
        for i, n in enumerate("qkv")},
     "masked": (masked, ValueError, r"^q has no memory .* MaskedTensor"),
