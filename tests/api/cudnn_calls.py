@@ -27,7 +27,6 @@ def cumulated(lengths):
 
 
 def arguments(inputs, units="elements", device="cpu"):
-    """Returns keyword arguments of the call for the inputs."""
     case = inputs.case
     qo_at, kv_at = cumulated(case.qo_lens).to(device), cumulated(case.kv_lens).to(device)
     in_tokens = units == "tokens"

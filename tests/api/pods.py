@@ -64,7 +64,6 @@ class Pod:
         }
 
     def outputs(self) -> dict:
-        """Makes poisoned outputs of both sides, as options of run()."""
         made = {}
         for side, inputs in zip("pd", (self.prefill, self.decode), strict=True):
             case, rows = inputs.case, (inputs.q.shape[0], inputs.case.num_qo_heads)
@@ -79,7 +78,6 @@ class Pod:
         return results
 
     def check(self, **options):
-        """Compares run() with the oracle."""
         results = self.run(**options)
         self.compare(results)
         return results
@@ -148,7 +146,6 @@ class GraphPod(Pod):
 
 
 def captured(pod: Pod, recorder):
-    """Runs and captures a run; returns the graph and its outputs."""
     outputs = pod.outputs()
     pod.check(**outputs)
     return capture(recorder, pod.device, lambda: pod.run(**outputs)), outputs

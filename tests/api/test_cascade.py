@@ -12,7 +12,6 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.
 
 
 def states(target, tokens, count, heads, dim, dtype):
-    """Draws v [tokens, count, heads, dim] and s [tokens, count, heads] with -inf in places."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(tokens, count, heads, dim, generator=generator).to(dtype)
     s = torch.randn(tokens, count, heads, generator=generator) * 6
@@ -22,7 +21,6 @@ def states(target, tokens, count, heads, dim, dtype):
 
 
 def halves(v, s):
-    """Returns two states as (v_a, s_a, v_b, s_b)."""
     return [x[:, i].contiguous() for i in range(2) for x in (v, s)]
 
 

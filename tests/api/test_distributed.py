@@ -13,7 +13,6 @@ from preflash.distributed import context_parallel_prefill, join_chunks, own_chun
 
 
 def expected_of(q, k, v, lengths, **options):
-    """Computes every request on this device alone."""
     parts = [
         preflash.single_prefill_with_kv_cache_return_lse(*one, **options)
         for one in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)

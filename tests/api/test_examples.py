@@ -29,7 +29,6 @@ def example(monkeypatch):
 
 
 def plain_logits(example, model, tokens, device):
-    """Computes every token of one request at once, causal, by the oracle."""
     pipeline = Pipeline(example.DIM**-0.5, causal=True)
 
     def attend(layer, q, k, v):
@@ -64,7 +63,6 @@ def test_tokens_equal_a_plain_loop(example, target, monkeypatch):
 
 
 def rows_of(text):
-    """Returns the cells of the table in the text, without its head."""
     table = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"]
     return table[2:]
 

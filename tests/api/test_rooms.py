@@ -28,7 +28,6 @@ def floor(module: str) -> int:
 
 
 def imports(module: str) -> Iterator[str]:
-    """Yields the modules of this package that a module imports."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -135,8 +135,6 @@ def tensors_of(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None = Non
 
 @dataclass
 class Plan:
-    """A preflash_plan."""
-
     handle: ctypes.c_void_p = field(default_factory=ctypes.c_void_p)
 
     def __post_init__(self) -> None:

@@ -54,13 +54,11 @@ def interface(header: str) -> list[str]:
 
 
 def recorded(header: str) -> list[str]:
-    """Returns the lines recorded for the header's PREFLASH_ABI_VERSION."""
     (version,) = re.findall(r"#define PREFLASH_ABI_VERSION (\d+)", header)
     return Path(__file__).with_name(f"abi_{version}.txt").read_text().splitlines()
 
 
 def broken(header: str) -> list[str]:
-    """Returns the recorded lines that a header does not keep."""
     kept = set(interface(header))
     return [line for line in recorded(header) if line not in kept]
 

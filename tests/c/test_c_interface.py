@@ -50,7 +50,6 @@ def needs(tool: str) -> pytest.MarkDecorator:
 
 @functools.cache
 def config(*options: str) -> list[str]:
-    """Returns the words that `python -m preflash config` prints."""
     return output_of(sys.executable, "-m", "preflash", "config", *options).split()
 
 

@@ -56,7 +56,6 @@ REFUSED = [
 
 
 def written(folder) -> dict:
-    """Returns the files of a folder with their texts."""
     return {path: path.is_file() and path.read_text() for path in folder.iterdir()}
 
 

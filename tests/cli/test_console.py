@@ -14,7 +14,6 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(params=[True, False], ids=["with rich", "without rich"])
 def rich(request, monkeypatch) -> bool:
-    """True if rich imports."""
     if request.param:
         pytest.importorskip("rich")
     else:

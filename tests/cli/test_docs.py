@@ -15,7 +15,6 @@ def prose(document):
 
 
 def anchors(document):
-    """Returns the anchors that GitHub makes from the headings."""
     headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}
@@ -36,7 +35,6 @@ def assert_close(result, expected):
 
 
 def cached(kv, pages, length):
-    """Returns keys and values of a request from its pages of a cache."""
     return (x.flatten(0, 1)[:length] for x in kv[pages].unbind(1))
 
 
@@ -98,14 +96,12 @@ EXAMPLES = [
 
 
 def blocks_of(document: str, words: str) -> list[str]:
-    """Returns the places of the document's blocks that contain these words."""
     blocks = python_blocks().items()
     return [at for at, block in blocks if at.startswith(f"{document}:") and words in block]
 
 
 @pytest.mark.parametrize(("document", "words", "check"), EXAMPLES)
 def test_examples(document, words, check):
-    """Each runs as it is printed."""
     if words == "from_config":
         pytest.importorskip("transformers", minversion="5.20")
     (place,) = blocks_of(document, words)

@@ -24,7 +24,6 @@ def started(*command: str, cwd: Path):
 
 
 def imported(done) -> set[str]:
-    """Returns the modules that `-X importtime` lists."""
     times = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     return {line.rpartition("|")[2].strip() for line in times}
 

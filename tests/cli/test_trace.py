@@ -22,7 +22,6 @@ def timeline(*spans, processors=(0, 1)):
 
 
 def started(room, device=-1):
-    """Returns records, and the trace that fills them until it ends."""
     records = torch.zeros(room, _WORDS, dtype=torch.int64)
     trace = _core.Trace(records.data_ptr(), room, device)
     trace.start()

@@ -80,7 +80,6 @@ def single(target):
 
 
 def call_of(call, fixed, given):
-    """Describes a call of tensors that are moved to the device."""
     return lambda target: (call, {**fixed, **{n: target.to(x) for n, x in given.items()}}, given)
 
 

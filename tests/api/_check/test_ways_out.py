@@ -24,7 +24,6 @@ HEADS = (8, 2, 64)
 
 
 def swapped(x: torch.Tensor) -> torch.Tensor:
-    """Exchanges tokens and heads, for the other kv_layout."""
     return x.transpose(-3, -2).contiguous()
 
 
@@ -36,7 +35,6 @@ SHORT = {
 
 
 def made(name: str, **options):
-    """Makes a public wrapper by its name, or by a name of SHORT."""
     if name == "BatchAttention":
         return preflash.BatchAttention(**{"device": "cpu", **options})
     workspace = torch.empty(1 << 20, dtype=torch.uint8)
@@ -69,7 +67,6 @@ def planned_wrapper(case: Case, backend: str = "cpu"):
 
 
 def run(case: Case, change: Callable) -> object:
-    """Calls run(*change(q, k, v)) of a planned wrapper."""
     inputs = inputs_of(case)
     return planned_wrapper(case).run(*change(inputs.q, inputs.k, inputs.v))
 

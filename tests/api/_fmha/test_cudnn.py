@@ -15,7 +15,6 @@ from preflash.testing import build, poison
 
 
 def verify(inputs, **kwargs):
-    """Makes the call and compares its result with the oracle's."""
     out, lse = call(**kwargs)
     check(inputs, out, rows_of(inputs.case, lse))
 
@@ -186,7 +185,6 @@ REFUSED_PAGES = [
     ],
 )
 def test_refusals(page_size, argument, value, error, says):
-    """Refuses before anything is written."""
     inputs = build(make_case(page_size=page_size))
     out = torch.full((inputs.q.shape[0], 6, 128), 7.0, dtype=torch.bfloat16)
     given = arguments(inputs) | {"out": out}

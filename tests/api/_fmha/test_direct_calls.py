@@ -104,7 +104,6 @@ def varlen(inputs, target, on="cpu", **options):
 
 
 def places(target) -> list[str]:
-    """Returns the devices that lengths may be on."""
     return ["cpu"] if target.device == "cpu" else ["cpu", target.device]
 
 

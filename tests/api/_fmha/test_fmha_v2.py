@@ -34,7 +34,6 @@ def changed(**changes) -> FmhaCase:
 
 
 def verify(case: FmhaCase, target, lengths="device"):
-    """Makes one call, compares and returns its result."""
     where = "cpu" if lengths == "host" else target.device
     inputs = build(case, target.device, where)
     result = run(inputs, target.backend)

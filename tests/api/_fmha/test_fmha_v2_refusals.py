@@ -24,7 +24,6 @@ OWN_OUT = dataclasses.replace(SEPARATE, brings_out=False)
 
 
 def part(index: int, function):
-    """Changes one tensor in the tuple of qkv."""
     return lambda qkv: (*qkv[:index], function(qkv[index]), *qkv[index + 1 :])
 
 

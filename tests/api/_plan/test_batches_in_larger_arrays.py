@@ -88,7 +88,6 @@ def test_padded_q(target, case):
 
 
 def test_rows_of_no_request_in_one_call(target):
-    """Rows of no request in the outputs and statistics of trtllm_fmha_v2_prefill."""
     case = FmhaCase(RAGGED.qo_lens, (40, 7, 90, 1), stats=True)
     for where in sorted({"cpu", target.device}):
         inputs = fmha_problems.build(case, target.device, where)

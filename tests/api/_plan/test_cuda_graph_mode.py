@@ -44,26 +44,22 @@ class Graphs(Stage):
         return capture(self.recorder, self.device, run)
 
     def started(self, *lengths):
-        """Plans a batch and captures its run. Returns the batch and the graph."""
         inputs = self.make(*(lengths or FIRST))
         self.plan(inputs)
         return inputs, self.capture()
 
     def check_run(self, inputs, graph=None, **options) -> None:
-        """Loads the inputs and checks a run, or a replay of the graph."""
         self.load(inputs)
         self.run(**options) if graph is None else graph.replay()
         self.check(inputs)
 
     def check_plans(self, *batches, graph=None, **options) -> None:
-        """Plans each batch and checks a run, or a replay of the graph."""
         for seed, lengths in enumerate(batches):
             inputs = self.make(*lengths, seed, **options)
             self.plan(inputs)
             self.check_run(inputs, graph)
 
     def refuses(self, says: str, *lengths, **options) -> None:
-        """Requires plan() to refuse a batch."""
         inputs = self.make(*lengths, **options)
         refused(says, runner.plan, self.wrapper, inputs)
 

@@ -99,7 +99,6 @@ def test_plans_during_a_run(monkeypatch, page_size):
     handlers = []
 
     def num_threads():
-        """Runs the handlers; a launch calls this when it begins."""
         while handlers:
             handlers.pop()()
         return 2

@@ -21,7 +21,6 @@ RAGGED = dataclasses.replace(PAGED, page_size=0)
 
 
 def masks_of(case: Case) -> list[torch.Tensor]:
-    """Computes the masks from their definition, element by element."""
     masks = []
     for prefix, in_items, rows, keys in zip(
         PREFIX, IN_ITEMS, case.qo_lens, case.kv_lens, strict=False

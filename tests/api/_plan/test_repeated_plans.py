@@ -162,7 +162,6 @@ CHANGED += [pytest.param("indices", same, *row, id=name) for name, *row in WRONG
 
 
 def end_of(target, array, change, options, *, repeated: bool):
-    """Returns the results of a plan with a changed array and options, or the refusal."""
     inputs, wrapper = unplanned(PAGED, target)
     lens, before = LENS.clone(), None
     for _ in range(2 * repeated):
@@ -193,7 +192,6 @@ def test_unusual_arguments(target, array, change, options):
 
 @pytest.mark.parametrize("hint", ["max_token_per_sequence", "max_sequence_kv", "uniform_q_len"])
 def test_hints_of_repeated_plans(target, hint):
-    """Every plan() compares its hints with its lengths."""
     value, wrapper = 64 if hint == "max_sequence_kv" else 3, new_wrapper(target, PAGED)
     same, longer = (with_lengths(PAGED, (n,) * 3, (n + 61,) * 3, target) for n in (3, 4))
     for _ in range(2):

@@ -61,7 +61,6 @@ def runs_of(case: Case) -> tuple[tuple[int, ...], ...]:
 
 
 def bounded(inputs, target, **options):
-    """Returns a wrapper planned for upper bounds, and the lengths that its runs read."""
     bounds = bounds_of(inputs)
     wrapper = runner.planned(inputs, backend=target.backend, **bounds, **options)
     return wrapper, bounds["seq_lens"]

@@ -25,7 +25,6 @@ def pod(target, request):
 
 
 def pair(change):
-    """Changes the decode side's cache, as (k, v)."""
     return lambda cache: tuple(map(change, cache))
 
 
@@ -100,7 +99,6 @@ def fresh(pod):
 
 
 def beginning(memory, like):
-    """Returns a tensor like another one at the beginning of other memory."""
     return memory.view(-1).view(like.dtype)[: like.numel()].view(like.shape)
 
 

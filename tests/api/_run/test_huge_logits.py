@@ -51,7 +51,6 @@ def single(target, q, k, v, sm_scale: float, **options):
 
 
 def logits_of(q, k, sm_scale: float) -> torch.Tensor:
-    """Computes the float64 logits [heads, tokens, keys]."""
     return torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(2, 1)) * sm_scale
 
 
@@ -94,7 +93,6 @@ def test_masks_and_the_sign_of_the_scale(target, magnitude, sign):
 
 
 def in_chunks(target, q, k, v, sm_scale: float, page_size: int = 0):
-    """Runs a plan that splits the keys every 64."""
     case = Case("huge", (len(q),), (KEYS,), 4, 2, HEAD_DIM, page_size=page_size, sm_scale=sm_scale,
                 fixed_split_size=64)  # fmt: skip
     inputs, wrapper = planned(case, target)

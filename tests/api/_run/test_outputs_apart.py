@@ -63,7 +63,6 @@ SHARED = {
 
 
 def inside(name: str):
-    """Returns a change that puts q, k or v into the workspace."""
     return lambda x, workspace: {name: on(workspace, getattr(x, name)).copy_(getattr(x, name))}
 
 

@@ -116,7 +116,6 @@ CHANGED = [
 
 
 def outcome(inputs, wrapper, place: str, change=lambda t: t):
-    """Runs with one tensor changed; returns the output, or the error's type and text."""
     given, options = list(tensors(inputs)), {}
     if place in ("out", "q_with_out"):
         options["out"] = torch.full_like(inputs.q, float("nan"))

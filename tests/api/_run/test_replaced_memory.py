@@ -72,7 +72,6 @@ def runs_of(wrapper, inputs):
 
 
 def pod(target, wrapper):
-    """Returns plan() of a POD wrapper, and its run in a list."""
     p, d = (build(case, device=target.device) for case in (PREFILL, ROW))
 
     def run():
@@ -169,7 +168,6 @@ BUFFERS = ("qo_indptr_buf", "kv_indptr_buf", *PAGE_BUFFERS, "custom_mask_buf", "
 
 
 def staged(target, like=LIKE, **options):
-    """Returns a planned stage and its inputs."""
     limits = Limits(batch=3, rows=40, pages=90 if like.paged else 0, tokens=600)
     stage = Stage(like, limits, target, masked=like.mask is MaskKind.CUSTOM, **options)
     inputs = stage.make(*BATCH)
@@ -218,7 +216,6 @@ def test_other_options_refuse_buffers_that_were_freed_before(target, name):
 
 
 def graph_pod(target):
-    """Returns buffers, plan() and the run of a POD wrapper with use_cuda_graph=True."""
     sizes = zip(PAGE_BUFFERS, (2, 188, 1), strict=True)
     buffers = {n: torch.zeros(k, dtype=torch.int32, device=target.device) for n, k in sizes}
     named = {f"{name}fer": buffer for name, buffer in buffers.items()}

@@ -210,7 +210,6 @@ def pages(target) -> Iterator[Call]:
 
 @functools.cache
 def calls_of(target) -> dict[str, Call]:
-    """Returns the calls by name; they are made once."""
     kinds = (paged, ragged, single, other_wrappers, blocks, merges, masks, pages)
     return {call.name: call for kind in kinds for call in kind(target)}
 

@@ -38,7 +38,6 @@ class Operators(torch.fx.Interpreter):
 
 
 def check_compiled(call, times=2, **options):
-    """Compares a compiled call's result, and the tensors it writes, with the ordinary call's."""
     compiled = torch.compile(call.function, fullgraph=True, **options)
     for _ in range(times):
         tensors, expected_tensors = call.fresh(), call.fresh()
@@ -103,7 +102,6 @@ def test_cuda_graphs_leave_out_what_a_plan_changes():
 
 
 def compiled_layer(backend="aot_eager"):
-    """Returns a model's layer, and a counter of its compilations."""
     counter = CompileCounterWithBackend(backend)
 
     def layer(wrapper, q, *kv, **options):

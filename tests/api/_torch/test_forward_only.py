@@ -32,8 +32,6 @@ EVERY += ["packbits", "segment_packbits"]
 
 
 class Entry:
-    """A call on tensors that are differentiable or traceable, and the expected result."""
-
     def __init__(self, name, target):
         self.name, call = name, calls_of(target)[name]
         self.fresh, self.call = call.fresh, call.function
@@ -117,7 +115,6 @@ def test_an_option_that_requires_grad(target, name):
 
 
 def writes(name, target):
-    """Returns a call and the caller's tensors that it writes."""
     if name == "pod":
         pod = Pod(target)
         pod.plan()

@@ -1,6 +1,6 @@
 """A caller's defaults of torch (device, dtype, inference mode) change no result.
 
-Inputs, oracle and results of test_batch and test_cudnn are all made under them.
+Inputs and oracle of test_cudnn and test_self_test are made under them, too.
 """
 
 import contextlib

@@ -69,7 +69,6 @@ BF16 = {"q_data_type": torch.bfloat16}
 
 
 def made(target, levels=LEVELS, **options):
-    """Returns a tree and a wrapper planned for it; options: of plan()."""
     tree = Tree(target.device, levels)
     wrapper = preflash.MultiLevelCascadeAttentionWrapper(
         len(levels), runner.workspace(target.device), "NHD"
@@ -172,7 +171,6 @@ def one_query_less(arrays):
 
 
 def reset(wrapper, device, last):
-    """Calls reset_workspace_buffer() with two levels' buffers and last(buffers)."""
     buffers = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(3)]
     wrapper.reset_workspace_buffer(buffers[2], [*buffers[:2], last(buffers)])
 

@@ -35,13 +35,11 @@ def arrays(inputs) -> tuple:
 
 
 def made(case, target, **options):
-    """Returns inputs and a wrapper without a plan; options: of the constructor."""
     inputs = build(case, device=target.device)
     return inputs, Wrapper(runner.workspace(target.device), case.layout, **options)
 
 
 def check_plan(case, target, *positional, **options):
-    """Plans a new wrapper and compares its run; returns inputs and the wrapper."""
     inputs, wrapper = made(case, target)
     wrapper.plan(*arrays(inputs), *positional, **options)
     check_run(inputs, wrapper)
@@ -220,7 +218,6 @@ def test_single(target, layout):
 
 
 def verification(target, q_len, **changes):
-    """Returns inputs, a decode wrapper without a plan, and the first arguments of its plan()."""
     case = Case(
         "verify", (q_len,) * 4, (q_len, 128, 64, 100), 8, 2, 128, dtype=F16, page_size=16,
         mask=MaskKind.CAUSAL if q_len > 1 else MaskKind.NONE,

@@ -23,7 +23,6 @@ def made(target, case=MIXED):
 
 
 def arguments(inputs) -> dict:
-    """Returns the arguments of BatchAttention.plan()."""
     case = inputs.case
     return {
         "qo_indptr": inputs.qo_indptr, "kv_indptr": inputs.kv_indptr, "kv_indices": inputs.indices,
@@ -124,7 +123,6 @@ def masks_of(case: Case, causal_window=-1, range_window=-1, spans=SPANS) -> list
 
 
 def expected(target, *windows):
-    """Returns inputs with the masks of the spans."""
     inputs = build(dataclasses.replace(MIXED, mask=MaskKind.CUSTOM), device=target.device)
     inputs.masks = masks_of(inputs.case, *windows)
     return inputs

@@ -17,7 +17,6 @@ Wrapper = preflash.BatchAttentionWithAttentionSinkWrapper
 
 
 def made(target, case=CASE, **options):
-    """Returns inputs and a wrapper without a plan; options: of the constructor."""
     inputs, work = build(case, device=target.device), runner.workspace(target.device)
     fixed = {"q_data_type": case.dtype, "kv_data_type": case.dtype_kv}
     fixed |= {"head_dim_qk": 64, "head_dim_vo": 64, **options}

@@ -25,7 +25,6 @@ def tensors(target, heads=HEADS, dtype=torch.float16, rows=ROWS, keys=KEYS, dim=
 
 
 def planned(target, **options):
-    """Returns a wrapper planned for blocks, and the dense mask."""
     kept = torch.rand(10, 3, generator=torch.Generator().manual_seed(11)) < 0.5
     indptr = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
     wrapper, indices = unplanned(target), kept.nonzero()[:, 1].to(torch.int32)
@@ -38,7 +37,6 @@ def unplanned(target, kind="BlockSparseAttentionWrapper"):
 
 
 def packed(inside, indptr, rows: int):
-    """Returns the masks of kept blocks, packed by rows of blocks; the last row may be short."""
     flat = []
     for i, (begin, end) in enumerate(itertools.pairwise(indptr.tolist())):
         height = min(inside.shape[1], rows - i * inside.shape[1])
