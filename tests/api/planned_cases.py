@@ -5,6 +5,7 @@ import torch
 from fuzz.problems import Also, Problem
 from fuzz.wrapper_trial import Verdict, examine
 from preflash.testing import Case, Inputs, build, runner
+from preflash.testing.oracle import attend, concatenate
 
 PAGED_ARRAYS = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 
@@ -73,6 +74,22 @@ def bounds_of(inputs: Inputs) -> dict:
     read."""
     lens = torch.tensor(inputs.case.kv_lens, dtype=torch.int32, device=inputs.q.device)
     return {"seq_lens": lens, "lengths_are_upper_bounds": True}
+
+
+def shared_prefix(case: Case, device, prefix: int) -> tuple:
+    """Returns inputs of a paged case, (k, v) of a prefix of its requests in the case's layout, and
+    the results of attention over the prefix and the pages."""
+    inputs, generator = build(case, device=device), torch.Generator().manual_seed(7)
+    shape = (2, prefix, case.num_kv_heads, case.head_dim)
+    k, v = torch.randn(shape, generator=generator).to(case.dtype).to(device)
+    expected = concatenate([
+        attend(one.q, torch.cat([k, one.k]), torch.cat([v, one.v]), inputs.pipeline)
+        for one in map(inputs.request, range(case.batch_size))
+    ])  # fmt: skip
+    expected.spread = expected.spread + 2 * expected.out.abs()  # the roundings of the merge
+    if case.layout == "HND":
+        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    return inputs, (k, v), expected
 
 
 def mistakes(*rows) -> list:

@@ -33,9 +33,6 @@ def test_case(target, case):
     check(target, case)
 
 
-# --- logits ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL])
 def test_soft_cap_near_zero_and_far_beyond(target, head_dim, mask):
@@ -53,9 +50,6 @@ def test_soft_cap_near_zero_and_far_beyond(target, head_dim, mask):
     inputs = build(case, device=target.device)
     inputs.q, inputs.k, inputs.v = (t.to(target.device) for t in (q, k, v))
     runner.check(inputs, backend=target.backend)
-
-
-# --- rows without keys, and NaN ----------------------------------------------
 
 
 def run(inputs, target):
@@ -107,9 +101,6 @@ def test_the_last_row_ends_the_allocation(target, dim):
     inputs = build(Case("dim", (17,), (40,), 2, 1, dim, mask=CAUSAL), device=target.device)
     inputs.k, inputs.v = inputs.k[:40].clone(), inputs.v[:40].clone()
     runner.check(inputs, backend=target.backend)
-
-
-# --- arrays, plans and wrappers ----------------------------------------------
 
 
 @pytest.mark.parametrize("index_device", ["cpu", "target"])

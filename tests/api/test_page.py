@@ -204,9 +204,6 @@ def test_tokens_move_within_a_cache(target):
     assert torch.equal(cache[0], before[0])
 
 
-# Refusals.
-
-
 @pytest.fixture
 def debugging(monkeypatch):
     """Values on the GPU are read and checked, too."""

@@ -34,9 +34,6 @@ def in_threads(*functions):
         return [future.result() for future in [pool.submit(f) for f in functions]]
 
 
-# Whole calls
-
-
 def test_a_short_call_does_not_wait_for_a_long_one():
     q = torch.randn(6144, 8, 128, dtype=torch.bfloat16)
     short = torch.randn(4, 8, 128, dtype=torch.bfloat16)

@@ -21,8 +21,6 @@ RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
 SINGLE = dataclasses.replace(RAGGED, name="single", qo_lens=(9,), kv_lens=(30,))
 
-# --- Numbers ------------------------------------------------------------------
-
 SMALLEST_BIASED_SCALE, LARGEST_LOGITS_SCALE, LARGEST_SOFT_CAP = 1e-30, 2.358e38, 1e30
 ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 # Options of plan(), options of run(), and what the ValueError says.
@@ -93,9 +91,6 @@ def test_large_soft_caps(target, sm_scale):
             assert float((out.double() - plain.out).abs().max()) < 1e-5
 
 
-# --- Defaults and hints ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", [RAGGED, PAGED], ids=lambda case: case.name)
 def test_what_changes_nothing(target, case):
     """Engines pass None, zero, explicit defaults, and the largest int32 where others write -1."""
@@ -108,8 +103,6 @@ def test_what_changes_nothing(target, case):
         check_run(inputs, wrapper, sinks=None, kv_cache_sf=None, enable_pdl=None)
         check_run(inputs, wrapper, window_left=window)
 
-
-# --- Names of dtypes ------------------------------------------------------------
 
 F16, BF16, F32, E4M3, E5M2 = (
     (torch.float16, "f16 fp16 float16 half torch.float16"),
@@ -149,9 +142,6 @@ def test_functions_take_names_of_dtypes():
         for name, option in itertools.product(names.split(), ("o_dtype", "o_data_type")):
             out = preflash.single_prefill_with_kv_cache(q, k, v, **{option: name})
             assert out.dtype is dtype
-
-
-# --- Single calls, which remember plans by the values of their options -----------
 
 
 @pytest.fixture

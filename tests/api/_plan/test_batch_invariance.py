@@ -129,8 +129,6 @@ def test_the_environment_sets_it_for_every_call(value):
     assert printed == f"{value == '1'}\n"
 
 
-# --- Chunks of a long prompt, and its decode steps -----------------------------
-
 PAGE = 16
 E4M3 = torch.float8_e4m3fn
 # Ends of chunks, at and beside multiples of tiles of rows and of keys. The last is the prompt's.

@@ -314,8 +314,6 @@ def test_masks_through_the_cached_module(target, recorder):
     stage.check_run(inputs, graph)
 
 
-# --- Refusals ----------------------------------------------------------------
-
 # Lengths, and what is said of them.
 GROWTH = [
     (((1,) * 4, (9,) * 4), "the batch has 4 requests; .* fixed at 3"),
@@ -397,9 +395,6 @@ def test_masks_need_room(target):
         stage.refuses(says, *FIRST) if says else stage.check_plans(FIRST)
 
 
-# --- Interrupts --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_plan_interrupted_anywhere(target, recorder, repeated):
     """An interrupted plan() leaves the old plan, the new one or none, never a part of one. On the
@@ -429,9 +424,6 @@ def test_a_plan_interrupted_anywhere(target, recorder, repeated):
     stage.refuses("36", (36, 0, 0), (9, 9, 9))  # the limit of rows is as before
     assert ends.keys() - {None} == {30, 3}, ends
     assert repeated or ends[None] > 0, ends
-
-
-# --- Decode ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_class", [False, True], ids=["flag", "class"])

@@ -106,8 +106,6 @@ def test_refusals(target, monkeypatch, batch, argument, value, error, says):
     assert all(map(torch.equal, runner.run(wrapper, inputs), expected))
 
 
-# --- Buffers of CUDA graphs ----------------------------------------------------
-
 INDPTR, PAGES, LAST = "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
 SIZES = {"qo_indptr_buf": 4, INDPTR: 4, PAGES: 9, LAST: 3}
 FOUR = torch.zeros(4, dtype=torch.int32)

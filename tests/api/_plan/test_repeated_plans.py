@@ -232,9 +232,6 @@ def test_an_interrupt_of_a_mode_is_not_lost(target):
         runner.plan(wrapper, inputs)
 
 
-# --- Memory ------------------------------------------------------------------
-
-
 @on_the_cpu
 @pytest.mark.parametrize("other", [lambda buffer: torch.empty_like(buffer[:16]), lambda b: b[:16]])
 def test_memory_of_another_workspace(target, other):
@@ -280,9 +277,6 @@ def test_replaced_plans_are_freed(target):
     del wrapper, one, inputs
     gc.collect()
     assert gone() is None
-
-
-# --- Decode ------------------------------------------------------------------
 
 
 QUERIES = {"qo_lens": (2, 2, 2), "mask": MaskKind.CAUSAL}

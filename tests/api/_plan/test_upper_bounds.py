@@ -7,7 +7,7 @@ import pytest
 import torch
 from fuzz.altered_inputs import with_bounds
 from graph_stage import Limits, Stage, capture
-from planned_cases import bounds_of, check_run, plan_decode, table
+from planned_cases import bounds_of, check_run, plan_decode, shared_prefix, table
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate
@@ -141,8 +141,6 @@ def test_outputs_lie_apart_from_the_lengths(target):
     refused("out shares memory with seq_lens", wrapper.run, inputs.q, inputs.cache, out=memory)
 
 
-# --- Other wrappers ----------------------------------------------------------
-
 SIZES = (4, 2, 64, 16)
 
 
@@ -186,20 +184,12 @@ def test_one_launch_of_mixed_requests(target, as_table):
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 def test_a_shared_prefix(target, kind):
-    like = DECODE if kind == "Decode" else PAGED
-    case = dataclasses.replace(like, num_qo_heads=4, mask=MaskKind.NONE)
-    inputs = build(case, device=target.device)
+    case = dataclasses.replace(DECODE if kind == "Decode" else PAGED, mask=MaskKind.NONE)
+    inputs, (k, v), expected = shared_prefix(case, target.device, 50)
     make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
     wrapper, given = make(runner.workspace(target.device)), with_bounds(inputs)
     arrays, dtype = table(given), {"data_type": case.dtype}
     if kind == "Prefill":
         arrays, dtype = (given.qo_indptr, *arrays), {"q_data_type": case.dtype}
-    wrapper.begin_forward(*arrays, *SIZES, **dtype, **bounds_of(inputs))
-    k, v = (torch.randn(50, 2, 64, device=target.device).to(case.dtype) for _ in range(2))
-    out = wrapper.forward(inputs.q, k, v, inputs.cache)
-    expected = concatenate([
-        attend(one.q, torch.cat([k, one.k]), torch.cat([v, one.v]), inputs.pipeline)
-        for one in map(inputs.request, range(case.batch_size))
-    ])  # fmt: skip
-    expected.spread = expected.spread + 2 * expected.out.abs()  # roundings of the merge
-    runner.compare(inputs, out, None, expected).check()
+    wrapper.begin_forward(*arrays, case.num_qo_heads, *SIZES[1:], **dtype, **bounds_of(inputs))
+    runner.compare(inputs, wrapper.forward(inputs.q, k, v, inputs.cache), None, expected).check()

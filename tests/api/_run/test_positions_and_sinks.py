@@ -46,9 +46,6 @@ def test_forward_has_its_own_frequencies(target):
         check_pipeline(inputs, result, rope=rope)
 
 
-# --- Sinks --------------------------------------------------------------------
-
-
 def values(device) -> torch.Tensor:
     return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
 

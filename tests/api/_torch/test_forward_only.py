@@ -194,9 +194,6 @@ def test_a_graph_that_breaks(target):
             entry.right(compiled(*entry.fresh()))
 
 
-# --- Graphs of make_fx and torch.export may outlive a wrapper or its process. ------
-
-
 def test_a_wrapper_that_is_gone_or_of_another_process(target):
     inputs, wrapper = planned(RAGGED, target)
     given = tensors(inputs)

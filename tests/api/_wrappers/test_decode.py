@@ -6,7 +6,7 @@ import functools
 import preflash
 import pytest
 import torch
-from planned_cases import check_run
+from planned_cases import check_run, shared_prefix
 from preflash.testing import (
     Case,
     KvForm,
@@ -15,7 +15,6 @@ from preflash.testing import (
     Sinks,
     build,
     compare,
-    oracle,
     reference,
     runner,
 )
@@ -214,9 +213,6 @@ def test_single(target, layout):
     assert torch.equal(preflash.single_decode_with_kv_cache(*given), out)
 
 
-# --- Several queries per request, and shared prefixes ---------------------------
-
-
 def verification(target, q_len, **changes):
     case = Case(
         "verify", (q_len,) * 4, (q_len, 128, 64, 100), 8, 2, 128, dtype=F16, page_size=16,
@@ -274,26 +270,6 @@ def test_scales_by_position(target):
         wrapper.run(inputs.q, inputs.cache, *scales[:2])
 
 
-def shared_prefix(device, layout, queries, prefix, keys, *, dtype=F16, causal=False, sm_scale=None):
-    """Returns inputs over the pages, (k, v) of the prefix, and the oracle's attention over both."""
-    case = Case(
-        "prefix", queries, keys, 8, 2, 128, dtype=dtype, page_size=16, layout=layout,
-        mask=MaskKind.CAUSAL if causal else MaskKind.NONE, sm_scale=sm_scale,
-    )  # fmt: skip
-    inputs = build(case, device=device)
-    generator = torch.Generator().manual_seed(7)
-    k, v = torch.randn((2, prefix, 2, 128), generator=generator).to(dtype).to(device)
-    parts = []
-    for request in map(inputs.request, range(len(queries))):
-        whole = [torch.cat([a.cpu(), b.cpu()]) for a, b in ((k, request.k), (v, request.v))]
-        parts.append(oracle.attend(request.q.cpu(), *whole, inputs.pipeline))
-    expected = oracle.concatenate(parts)
-    expected.spread = expected.spread + 2 * expected.out.abs()  # the roundings of the merge
-    if layout == "HND":
-        k, v = k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-    return inputs, (k, v), expected.map(lambda t: t.to(device))
-
-
 LENGTHS = {"Decode": ((1,) * 4, (37, 17, 1, 90)), "Prefill": ((9, 0, 33, 1), (40, 7, 90, 5))}
 PREFIXES = [
     ("Decode", "NHD", 0, {"dtype": BF16}),
@@ -307,9 +283,11 @@ PREFIXES = [
 
 @pytest.mark.parametrize(("kind", "layout", "prefix", "options"), PREFIXES)
 def test_shared_prefixes(target, kind, layout, prefix, options):
-    qo_lens, kv_lens = LENGTHS[kind]
-    lengths = (layout, qo_lens, prefix, kv_lens)
-    inputs, (k, v), expected = shared_prefix(target.device, *lengths, **options)
+    changes = {"dtype": F16, **options}
+    causal = changes.pop("causal", False)
+    case = Case("prefix", *LENGTHS[kind], 8, 2, 128, page_size=16, layout=layout,
+                mask=MaskKind.CAUSAL if causal else MaskKind.NONE, **changes)  # fmt: skip
+    inputs, (k, v), expected = shared_prefix(case, target.device, prefix)
     make = getattr(preflash, f"Batch{kind}WithSharedPrefixPagedKVCacheWrapper")
     wrapper = make(runner.workspace(target.device), layout)
     if kind == "Decode":

@@ -183,9 +183,6 @@ def test_outputs_that_are_copied_into(target, variable):
             wrapper.run(**{"q": q, "k": k, "v": v, **options})
 
 
-# Blocks of any size.
-
-
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:
     """Returns sizes of blocks that add up to a total for each head, multiples of a unit."""
     made = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ import operator
 
 import pytest
 import torch
+from fuzz import guarded
 from planned_cases import check_run, planned, tensors, unplanned
 from preflash.testing import Case, MaskKind, build, runner
 
@@ -86,24 +87,16 @@ def test_workspace_size_is_enough_and_needed(target):
     positional, options = runner.plan_arguments(inputs)
     float_bytes, int_bytes = wrapper.workspace_size(*positional, **options)
     assert float_bytes > 2 * 4 * 64 * 4  # at least two partial rows per query head
-    whole = torch.full((float_bytes + 8192,), 0x5A, dtype=torch.uint8, device=target.device)
-    ints = runner.workspace(target.device, int_bytes)
-    wrapper.reset_workspace_buffer(whole[4096 : 4096 + float_bytes], ints)
-    runner.plan(wrapper, inputs)
-    check_run(inputs, wrapper)
-    assert bool((whole[:4096] == 0x5A).all())
-    assert bool((whole[4096 + float_bytes :] == 0x5A).all())
-    assert wrapper._plan_info.num_rounds == 1
-    small = runner.workspace(target.device, float_bytes - 16)
-    _, other = unplanned(case, target, buffer=small)
-    runner.plan(other, inputs)
-    wrapper.reset_workspace_buffer(small, runner.workspace(target.device, 2 * int_bytes))
-    for smaller in (other, wrapper):
-        assert smaller._plan_info.num_rounds == 2
-        check_run(inputs, smaller)
-    for less in ({"fixed_split_size": None}, {"disable_split_kv": True}):  # are split
-        runner.plan(other, inputs, **less)
-        check_run(inputs, other)
+    for less, rounds in ((0, 1), (16, 2)):
+        memory = guarded.workspace(float_bytes - less, target.device)
+        wrapper.reset_workspace_buffer(memory.given, runner.workspace(target.device, 2 * int_bytes))
+        runner.plan(wrapper, inputs)
+        check_run(inputs, wrapper)
+        assert wrapper._plan_info.num_rounds == rounds
+        assert memory.failures("workspace") == []
+    for split in ({"fixed_split_size": None}, {"disable_split_kv": True}):
+        runner.plan(wrapper, inputs, **split)
+        check_run(inputs, wrapper)
 
 
 def test_plan_again_with_other_heads_and_dtypes(target):
