@@ -19,10 +19,10 @@ LIBRARY = ctypes.CDLL(str(Path(preflash.__file__).parent / "lib" / "libpreflash.
 CPU = -1
 AUTO, FA2, FA3 = 0, 2, 3
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-F32, F16, BF16, E4M3, E5M2 = range(5)
+_, F16, BF16, E4M3, E5M2 = range(5)
 POSITIONS = [Position.NONE, Position.ROPE, Position.ALIBI]
 ROPE, ALIBI = 1, 2
-INVALID_ARGUMENT, NOT_COMPILED = 1, 2
+INVALID_ARGUMENT = 1
 TYPES = {
     "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64,
     "size_t": ctypes.c_size_t, "float": ctypes.c_float, "double": ctypes.c_double,

@@ -23,7 +23,7 @@ from interface import (
 )
 from preflash.testing import Case, MaskKind, build
 
-HEADS, DIM, ROWS = 4, 16, 5
+HEADS, DIM = 4, 16
 CASE = Case("right", (2, 3), (7, 9), HEADS, 2, DIM, dtype=torch.float32, page_size=4,
             mask=MaskKind.CAUSAL)  # fmt: skip
 WRONG = torch.tensor([[0, 3, 2], [-1, 2, 5], [0, 1, 0], [3, 9, 0]], dtype=torch.int32)

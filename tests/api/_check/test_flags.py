@@ -1,7 +1,4 @@
-"""An integer in the place of a flag is another argument's, so 0 and 1 are refused as 2 is.
-
-Every parameter that a signature calls bool is tried.
-"""
+"""Every parameter that a signature calls bool refuses 0 and 1 as 2: they are another argument's."""
 
 import inspect
 from functools import partial

@@ -1,7 +1,6 @@
-"""Bad input is refused by name before anything runs.
+"""Bad input is refused by name before anything runs; the wrapper keeps its plan.
 
-A row is an argument, the type of the error, and values that must be refused (planned_cases). After
-the refusal the wrapper computes with the plan it had, and the caller's outputs are untouched.
+A row is an argument, the type of the error, and values (planned_cases.mistakes).
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""plan() refuses upper bounds, block tables and items that are wrong, and keeps the plan it had.
-Constructors with use_cuda_graph=True refuse wrong buffers by name.
-
-A row of the table is a batch, an argument of plan(), the error, and values (planned_cases)."""
+"""plan() refuses bounds, block tables and items that are wrong, constructors buffers of graphs."""
 
 import dataclasses
 

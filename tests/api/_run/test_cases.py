@@ -1,8 +1,4 @@
-"""ALiBi, RoPE, sinks and fp8 over head dims, masks and single requests, against the oracle.
-
-Other lengths, splits, storage and layouts are in attention_cases.py and converted_cases.py, and are
-drawn by the fuzzer.
-"""
+"""ALiBi, RoPE, sinks and fp8 over head dims, masks and single requests, against the oracle."""
 
 import dataclasses
 import itertools

@@ -1,7 +1,4 @@
-"""A caller's defaults of torch (device, dtype, inference mode) change no result.
-
-Inputs and oracle of test_cudnn and test_self_test are made under them, too.
-"""
+"""A caller's defaults of torch (device, dtype, inference mode) change no result."""
 
 import contextlib
 

@@ -6,7 +6,7 @@ import functools
 import preflash
 import pytest
 import torch
-from planned_cases import check_run, shared_prefix
+from planned_cases import check_run, shared_prefix, table
 from preflash.testing import (
     Case,
     KvForm,
@@ -29,8 +29,7 @@ Wrapper = preflash.BatchDecodeWithPagedKVCacheWrapper
 
 def arrays(inputs) -> tuple:
     case = inputs.case
-    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    return (inputs.kv_indptr, inputs.indices, inputs.last_page_len, *heads)
+    return (*table(inputs), case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
 
 
 def made(case, target, **options):
@@ -225,12 +224,12 @@ def verification(target, q_len, **changes):
 
 @pytest.mark.parametrize(("q_len", "window"), [(1, 40), (2, -1), (3, 40)])
 def test_queries_per_request(target, q_len, window):
-    inputs, wrapper, table = verification(target, q_len)
+    inputs, wrapper, arguments = verification(target, q_len)
     pipeline = dataclasses.replace(inputs.pipeline, window_left=window)
     expected = reference(inputs, pipeline=pipeline)
     options = {"q_data_type": F16, "window_left": window, "q_len_per_req": q_len}
     for plan in (wrapper.plan, functools.partial(preflash.fast_decode_plan, wrapper)):
-        plan(*table, **options)
+        plan(*arguments, **options)
         for q_len_per_req in (None, q_len):
             check_run(inputs, wrapper, expected, q_len_per_req=q_len_per_req)
     assert wrapper._q_len_per_req == q_len
@@ -240,11 +239,11 @@ def test_queries_per_request(target, q_len, window):
 def test_queries_per_request_of_run_alone(target, inference):
     """run(q_len_per_req=) plans the values of the last plan() again, as in trtllm-gen; the caller
     may have overwritten its arrays, but for pages on the GPU. None is plan()'s number."""
-    inputs, wrapper, table = verification(target, 3)
+    inputs, wrapper, arguments = verification(target, 3)
     one = torch.ones_like(inputs.q[:4])
     with torch.inference_mode(inference):
-        own = [array.clone() for array in table[:3]]
-        wrapper.plan(*own, *table[3:], q_data_type=F16)
+        own = [array.clone() for array in arguments[:3]]
+        wrapper.plan(*own, *arguments[3:], q_data_type=F16)
         for array in own:
             if array.is_cpu or array is not own[1]:
                 array.fill_(77)
@@ -254,15 +253,15 @@ def test_queries_per_request_of_run_alone(target, inference):
         assert wrapper._q_len_per_req == 3
         before, alone = alone, wrapper.run(one, inputs.cache)
         assert before is None or torch.equal(before, alone)
-    wrapper.begin_forward(*table, q_data_type=F16)
+    wrapper.begin_forward(*arguments, q_data_type=F16)
     assert torch.equal(wrapper.run(one, inputs.cache), alone)
     with pytest.raises(ValueError, match=r"q_len_per_req=3 in run.*plan again"):
         wrapper.run(inputs.q, inputs.cache, q_len_per_req=3)
 
 
 def test_scales_by_position(target):
-    inputs, wrapper, table = verification(target, 1, dtype=E4M3, head_scales=True)
-    wrapper.plan(*table, q_data_type=E4M3, sm_scale=inputs.pipeline.sm_scale)
+    inputs, wrapper, arguments = verification(target, 1, dtype=E4M3, head_scales=True)
+    wrapper.plan(*arguments, q_data_type=E4M3, sm_scale=inputs.pipeline.sm_scale)
     scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
     result = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
     runner.compare(inputs, *result).check()

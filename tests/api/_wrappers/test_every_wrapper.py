@@ -1,8 +1,4 @@
-"""`variant` and `repr()` of every public wrapper name the kernels of its plan; public names have
-FlashInfer's homes, and methods of one wrapper take the same options.
-
-The names, their order and defaults are in the stubs: tests/codegen/test_stubs.py compares them.
-"""
+"""`variant` and `repr()` of a wrapper name its kernels; names have FlashInfer's modules."""
 
 import importlib
 import inspect

@@ -9,7 +9,7 @@ import preflash
 import pytest
 import torch
 from graph_stage import Limits, Stage, capture
-from planned_cases import tensors
+from planned_cases import plan_decode, tensors
 from preflash.testing import Case, Inputs, MaskKind, build, compare, reference, runner
 from preflash.testing.inputs import indptr
 
@@ -63,9 +63,7 @@ def plan(wrapper, inputs, **options) -> None:
     """Plans keys that are not split: each chunk would have first tiles and maxima of its own."""
     options = {"disable_split_kv": True, **options}
     if isinstance(wrapper, preflash.BatchDecodeWithPagedKVCacheWrapper):
-        arrays = (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-        types = {"q_data_type": inputs.case.dtype, "sm_scale": 1.0}
-        wrapper.plan(*arrays, HEADS, 2, inputs.case.head_dim, PAGE, **types, **options)
+        plan_decode(wrapper, inputs, sm_scale=1.0, **options)
     else:
         runner.plan(wrapper, inputs, **options)
 
