@@ -6,7 +6,7 @@ import pytest
 import torch
 from planned_cases import check_run, planned
 from preflash.testing import Case, Magnitude, MaskKind, Position, reference, runner
-from preflash.testing.oracle import Rope, alibi_slopes
+from preflash.testing.oracle import alibi_slopes
 
 ALIBI, ROPE = Position.ALIBI, Position.ROPE
 RAGGED = Case("ragged", (33, 5), (40, 90), 4, 2, 64)
@@ -26,24 +26,21 @@ def test_very_negative_logits_of_rope(target):
     runner.compare(inputs, *runner.run(wrapper, inputs), logit_rounding=32.0).check()
 
 
-def check_pipeline(inputs, result, **changes) -> None:
-    """Compares a result with the oracle's for another slope or rotation."""
-    pipeline = dataclasses.replace(inputs.pipeline, **changes)
-    case = dataclasses.replace(inputs.case, position=ROPE if pipeline.rope else Position.NONE)
-    planned_for = dataclasses.replace(inputs, case=case)  # GPUs round what they rotate
-    runner.compare(planned_for, *result, reference(inputs, pipeline=pipeline)).check()
-
-
 def test_forward_has_its_own_frequencies(target):
     """The defaults of the deprecated call replace the frequencies of plan()."""
-    case = dataclasses.replace(RAGGED, position=ROPE, mask=MaskKind.CAUSAL)
-    inputs, wrapper = planned(case, target, rope_theta=77.0)
-    llama = {"pos_encoding_mode": "ROPE_LLAMA"}
-    others = {**llama, "rope_scale": 2, "rope_theta": 5e5}
-    for rope, options in ((Rope(), llama), (Rope(2.0, 5e5), others), (None, {})):
-        tensors = (inputs.q, inputs.k, inputs.v)
-        result = wrapper.forward_return_lse(*tensors, causal=True, **options)
-        check_pipeline(inputs, result, rope=rope)
+    case = dataclasses.replace(RAGGED, position=ROPE, mask=MaskKind.CAUSAL, rope_theta=77.0)
+    inputs, wrapper = planned(case, target)
+    for changes in (
+        {"rope_theta": None},
+        {"rope_scale": 2.0, "rope_theta": 5e5},
+        {"rope_theta": None, "position": Position.NONE},
+    ):
+        own = dataclasses.replace(case, **changes)
+        options = {"rope_scale": own.rope_scale, "rope_theta": own.rope_theta, "causal": True}
+        result = wrapper.forward_return_lse(
+            inputs.q, inputs.k, inputs.v, pos_encoding_mode=own.position.value, **options
+        )
+        runner.compare(dataclasses.replace(inputs, case=own), *result).check()
 
 
 def values(device) -> torch.Tensor:
