@@ -87,8 +87,6 @@ def test_cases(case, form):
     runner.compare(inputs, out, lse).check()
 
 
-# --- Two segments, other strides, structs of other releases ------------------------
-
 ROWS, KEYS, HEADS, DIM = 9, 40, 2, 8
 PREFILL = Case("prefill", (ROWS,), (KEYS,), HEADS, HEADS, DIM, dtype=torch.float32,
                mask=MaskKind.CAUSAL, sm_scale=0.5)  # fmt: skip
@@ -253,9 +251,6 @@ def test_the_header_is_cpp_too(tmp_path):
     )
     flags = ("-Wall", "-Werror", *config("--cflags"))
     output_of("c++", "-c", source, *flags, "-o", tmp_path / "includes.o")
-
-
-# The examples, by the package's own files for the command line, pkg-config, CMake and rustc.
 
 
 PROJECT = f"""

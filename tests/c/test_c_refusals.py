@@ -3,24 +3,10 @@ batch has the same result as before."""
 
 import math
 
+import interface
 import pytest
 import torch
-from interface import (
-    BF16,
-    E4M3,
-    E5M2,
-    F16,
-    FA2,
-    FA3,
-    INVALID_ARGUMENT,
-    ROPE,
-    Call,
-    RefusedError,
-    address,
-    changed,
-    segment_of,
-    tensors_of,
-)
+from interface import Call, RefusedError, address, changed, segment_of, tensors_of
 from preflash.testing import Case, MaskKind, build
 
 HEADS, DIM = 4, 16
@@ -43,20 +29,23 @@ OF_SEGMENT = [
     ({"q_dtype": 77}, "q_dtype = 77"),
     ({"kv_dtype": -1}, "kv_dtype"),
     ({"o_dtype": 5}, "o_dtype = 5"),
-    ({"o_dtype": E5M2}, "o_dtype = e5m2 with q_dtype = f32"),
-    ({"o_dtype": BF16}, "o_dtype = bf16"),
-    ({"q_dtype": E5M2}, "q_dtype = e5m2"),
-    ({"kv_dtype": BF16}, "kv_dtype = bf16 with"),
-    ({"q_dtype": E4M3, "kv_dtype": E5M2, "o_dtype": F16}, "kv_dtype = e5m2 with q_dtype = e4m3"),
+    ({"o_dtype": interface.E5M2}, "o_dtype = e5m2 with q_dtype = f32"),
+    ({"o_dtype": interface.BF16}, "o_dtype = bf16"),
+    ({"q_dtype": interface.E5M2}, "q_dtype = e5m2"),
+    ({"kv_dtype": interface.BF16}, "kv_dtype = bf16 with"),
+    (
+        {"q_dtype": interface.E4M3, "kv_dtype": interface.E5M2, "o_dtype": interface.F16},
+        "kv_dtype = e5m2 with q_dtype = e4m3",
+    ),
     ({"reserved": 1}, "reserved = 1"),
     ({"soft_cap": 1e-30}, "soft_cap"),
     ({"soft_cap": 3e38}, "soft_cap"),
     ({"soft_cap": -1.0}, "soft_cap = -1"),
     ({"soft_cap": math.nan}, "soft_cap"),
-    ({"position": ROPE, "rope_scale": 1e-12}, "1024 radians"),
-    ({"position": ROPE, "rope_theta": 1e-6}, "1024 radians"),
-    ({"position": ROPE, "rope_scale": 0.0}, "rope"),
-    ({"position": ROPE, "rope_theta": math.inf}, "rope"),
+    ({"position": interface.ROPE, "rope_scale": 1e-12}, "1024 radians"),
+    ({"position": interface.ROPE, "rope_theta": 1e-6}, "1024 radians"),
+    ({"position": interface.ROPE, "rope_scale": 0.0}, "rope"),
+    ({"position": interface.ROPE, "rope_theta": math.inf}, "rope"),
     ({"position": 9}, "position = 9"),
     ({**MASKED, "kv_lens": NONE}, "kv_lens"),
     ({**MASKED, "graph_max_rows": 9}, "graph_max_rows"),
@@ -89,8 +78,8 @@ OF_CALL = [
     ({"num_segments": 3}, "num_segments = 3"),
     ({"backend": 8}, "no preflash_backend"),
     ({"backend": 4}, "no preflash_backend"),
-    ({"backend": FA3}, "does not run on device -1"),
-    ({"backend": FA2}, "does not run on device -1"),
+    ({"backend": interface.FA3}, "does not run on device -1"),
+    ({"backend": interface.FA2}, "does not run on device -1"),
 ]
 # Arguments of plan_batch() alone. A function makes a value from the right call.
 OF_PLAN = [
@@ -171,7 +160,7 @@ def test_refusals(right, calls, changes, says):
     for name in calls:
         with pytest.raises(RefusedError) as caught:
             getattr(wrong, name)()
-        assert caught.value.status == INVALID_ARGUMENT
+        assert caught.value.status == interface.INVALID_ARGUMENT
         assert says in str(caught.value)
     right.run()
     assert torch.equal(right.inputs.out, before)

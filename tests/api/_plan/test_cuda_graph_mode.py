@@ -73,9 +73,6 @@ def for_graphs(target, **buffers):
     return runner.make_wrapper(PAGED, use_cuda_graph=True, **on, **buffers)
 
 
-# --- plan() and the buffers --------------------------------------------------
-
-
 @CASES
 def test_plans_go_into_the_buffers(target, like):
     for where in sorted({"cpu", target.device}):
@@ -196,9 +193,6 @@ def test_a_dense_mask_in_the_storage_of_its_buffer(target):
     stage.check_plans(FIRST, mask=MaskKind.CAUSAL)  # forgets the mask
 
 
-# --- Captured runs -----------------------------------------------------------
-
-
 @CASES
 def test_a_replay_computes_the_last_plan(target, like, recorder):
     """The smallest capture, of one key, sets no limit on keys. Two graphs have plan()'s own options
@@ -232,9 +226,6 @@ def test_masked_runs_replay_the_next_mask(target, recorder, like):
     inputs, graph = stage.started()
     stage.refuses("without one", *FIRST, mask=MaskKind.CUSTOM)
     stage.check_run(inputs, graph)
-
-
-# --- Plans that engines make by themselves -----------------------------------
 
 
 def plan_without_readback(wrapper, inputs, **changes) -> None:

@@ -115,8 +115,6 @@ def test_options_of_forward_are_read_in_every_call(target):
     assert torch.equal(wrapper.forward(*q_and_cache, causal=True, sm_scale=0.5), by_position)
 
 
-# --- Arguments that C++ does not plan by itself, or refuses -------------------
-
 UNUSUAL = {
     "list": torch.Tensor.tolist,
     "none": lambda value: None,

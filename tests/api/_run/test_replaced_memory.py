@@ -49,9 +49,6 @@ def replace(tensor, change) -> tuple[int | None, torch.Tensor]:
     return there, other
 
 
-# --- The float workspace -----------------------------------------------------
-
-
 def with_workspace(kind: str, target, workspace):
     """Returns plan() of a wrapper, and its runs, which are compared with the oracle."""
     if kind == "pod":
@@ -121,9 +118,6 @@ def test_a_float_workspace_with_gaps(target):
     call_all((plan, *runs))
 
 
-# --- The int workspace -------------------------------------------------------
-
-
 def with_int_workspace(target, inputs, int_workspace, buffer=None):
     """Returns a planned wrapper; buffer: its float workspace, by default a new one."""
     buffer = runner.workspace(target.device, 64 << 20) if buffer is None else buffer
@@ -157,8 +151,6 @@ def test_an_int_workspace_that_was_replaced(target, change):
         before.zero_()  # the new one has the work list
         check_run(inputs, wrapper)
 
-
-# --- Buffers of CUDA graphs --------------------------------------------------
 
 LIKE = Case("graphs", (), (), 4, 2, 64, page_size=16, mask=MaskKind.CUSTOM)
 BATCH = ((30, 5, 0), (100, 90, 7))
@@ -246,9 +238,6 @@ def test_plan_refuses_workspaces_that_a_graph_has_lost(target, recorder, change)
     refused("float_workspace_buffer", stage.plan, inputs)
 
 
-# --- Page indices ------------------------------------------------------------
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("target", ["fa2", "fa3"], indirect=True)
 def test_page_indices_on_the_device_that_were_freed(target):
@@ -292,9 +281,6 @@ def test_page_indices_that_were_overwritten(target, kind, pool):
         indices[at] = right
         indices[used:] = page
         call_all(runs)
-
-
-# --- One int workspace of two wrappers ---------------------------------------
 
 
 def inputs_of(target, seed, **changes):
