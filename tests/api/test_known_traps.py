@@ -24,13 +24,9 @@ def cases():
     yield Case("no cap", (20,), (33,), *HEADS, soft_cap=0.0)
 
 
-def check(target, case, **options):
-    runner.check(build(case, device=target.device), backend=target.backend, **options)
-
-
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.id)
 def test_case(target, case):
-    check(target, case)
+    runner.check(build(case, device=target.device), backend=target.backend)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
