@@ -203,23 +203,6 @@ def test_one_large_logit(kv_len, logit, key):
     assert errors.abs().max() < 2.0**-8 + 0.016
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_dim": 192, "head_dim_vo": 128},
-        {"head_dim": 256},
-        {"soft_cap": 20.0},
-        {"mask": MaskKind.CUSTOM},
-        {"qo_lens": (1, 1, 1, 1), "head_scales": True},
-    ],
-    ids=str,
-)
-def test_the_rest_is_converted(changes):
-    wrapper, inputs = backends.planned(changed(**changes), "fa3")
-    assert "e4m3" not in wrapper.variant
-    check_run(wrapper, inputs)
-
-
 @pytest.mark.parametrize("page_size", [0, 1, 16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_twenty_runs_are_equal(page_size, head_dim):

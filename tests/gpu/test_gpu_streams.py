@@ -184,11 +184,6 @@ def test_run_on_another_stream_waits_for_the_upload(backend, case, non_blocking)
     runner.compare(inputs, *result, expected=expected).check()
 
 
-def test_float32_is_refused_on_the_gpu(backend):
-    with pytest.raises((NotImplementedError, ValueError), match=r"float32|f32"):
-        planned(CASE.with_dtype(torch.float32), backend)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(backend):
     """Tensors on cuda:1 while cuda:0 is current, which it stays; tensors on both are refused."""
