@@ -206,8 +206,7 @@ FAULTS = [
 
 @pytest.fixture
 def find(monkeypatch, capsys):
-    """Returns a function that finds a fault, and again with the printed commands, which find
-    nothing without it."""
+    """Returns a function that finds a fault, also by the printed commands, and none without it."""
 
     def find(arguments, name, fault, message, tries=0) -> list[list[str]]:
         owners, count, work, seed = SEARCHES.get(arguments, SEARCHES[""])
