@@ -164,16 +164,6 @@ def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
         check_run(wrapper, inputs)
 
 
-@pytest.mark.parametrize("what", KV_WHAT.values(), ids=KV_WHAT)
-def test_single(backend, what):
-    case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
-    inputs = build(case, device="cuda")
-    with prepass_policy.forced("always"):
-        runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
-    inputs = build(dataclasses.replace(case, head_dim=512, **CUSTOM), device="cuda")
-    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()  # without copies
-
-
 def test_queries_in_place(backend):
     wrapper, inputs = with_copies(dataclasses.replace(BASE, **ROPE), backend)
     out, _ = runner.run(wrapper, inputs)
