@@ -150,8 +150,6 @@ class Problem:
         return " ".join(f"{name}={_word(value)}" for name, value, usual in values if value != usual)
 
 
-# --- options that go together ----------------------------------------------------
-
 _OF_PLAN = ("fixed_split_size", "disable_split_kv", "batch_invariant", "scratch", "padding",
             "graph", "hints", "bounds", "other_mask", "long_mask")  # fmt: skip
 _OF_RUN = ("sinks", "head_scales", "q_scale", "out", "lse", "lse_base", "lse_layout")
@@ -214,8 +212,6 @@ def _may_skip(case: Case) -> bool:
     wide = case.dtype.itemsize == case.dtype_kv.itemsize == 2
     return plain and wide and max(case.head_dim, case.dim_vo) <= 256
 
-
-# --- text ----------------------------------------------------------------------
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # Types of the fields of all parts, no two of which have a field of the same name.

@@ -277,9 +277,6 @@ class Trial:
         return {name: options[name] for name in NEUTRAL if name in options}
 
 
-# --- further checks ----------------------------------------------------------------
-
-
 def _repeat(trial: Trial, result: Result) -> list[str]:
     again = {"run": trial, "wrapper": trial.another(trial.inputs)}
     return [f"a second {x} has other bits" for x in again if not again[x].run().same_bits(result)]

@@ -332,9 +332,6 @@ def test_calls(target, case, means, call):
         check(inputs, result, **means)
 
 
-# --- steps of begin_forward() -----------------------------------------------------
-
-
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_begin_forward_plans_for_the_call_of_the_last_step(target, page_size):
     """A window leaves fewer tiles in the plan: forward() of the next step need not plan again."""
@@ -357,9 +354,6 @@ def test_a_mask_comes_and_goes_between_steps(target):
         wrapper.begin_forward(*leading(inputs), **options)
         result = wrapper.forward_return_lse(*tensors(inputs), causal=True)
         check(inputs, result, causal=inputs is plain)
-
-
-# --- refusals ---------------------------------------------------------------------
 
 
 def calls(method, *more, end=None, **options):
@@ -476,9 +470,6 @@ def test_refusals(target, case, error, match, call):
     with pytest.raises(error, match=match):
         call(wrapper, inputs)
     check(inputs, runner.run(wrapper, inputs))
-
-
-# --- the backend of the environment -----------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["fa2", "cutlass", "trtllm-gen", "cute-dsl", "xqa", "cudnn"])
