@@ -17,14 +17,7 @@ from preflash.cli import CommandError
 from preflash.cli.console import progress
 from preflash.cli.machine import Place, choose_places
 
-from . import (
-    cudnn_trial,
-    fmha_problems,
-    pod_trial,
-    problems,
-    shrinking,
-    wrapper_trial,
-)
+from . import cudnn_trial, fmha_problems, pod_trial, problems, shrinking, wrapper_trial
 from .problems import Also, Problem
 from .random_cases import Limits
 from .wrapper_trial import Verdict
