@@ -61,9 +61,6 @@ def sglang(monkeypatch, target):
         yield found
 
 
-# The name.
-
-
 def test_the_name_and_the_hook(sglang):
     """Both are registered once; the hook adds draft backends to SGLang's own."""
     factories, names, deterministic, hooks = [], [], [], []
@@ -104,9 +101,6 @@ def test_without_sglang(monkeypatch, capsys):
     assert "no attention backend preflash in SGLang: " in capsys.readouterr().err
     with pytest.raises(ImportError):
         integration.register()
-
-
-# The backend.
 
 
 PAGES = pytest.mark.parametrize("page_size", [1, 16])
@@ -235,9 +229,6 @@ def test_an_idle_step_has_no_plan(sglang):
     Engine(sglang).backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode.IDLE))
 
 
-# Speculative decoding.
-
-
 def spec_info(new, masks=None, layout=None):
     mask = None if masks is None else torch.cat([mask.flatten() for mask in masks])
     return SimpleNamespace(
@@ -332,9 +323,6 @@ def test_no_step_waits_for_the_device(sglang):
             begin(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# CUDA graphs; on the CPU a run takes the place of a replay.
 
 
 VERIFIED_STEPS = [VERIFIED, (Request(5, 200),), (Request(5, 6), Request(5, 80))]
@@ -447,8 +435,6 @@ def test_a_layer_found_in_the_warm_up_is_captured(sglang):
     assert len(backend.plans.wrappers) == 2
     assert all(w.is_cuda_graph_enabled for w in backend.plans.wrappers.values())
 
-
-# Refusals.
 
 # Options of the second of two layers, and the refusal.
 LAYERS = [

@@ -62,9 +62,6 @@ def sm80_ids() -> set[str]:
     return ids
 
 
-# --- values ----------------------------------------------------------------------
-
-
 def test_compiled_kernels_are_found_by_their_fields():
     for kernel in _core.kernels():
         compiled = of_fields(kernel)
@@ -144,8 +141,6 @@ def test_what_auto_tries():
         families = _core.families_for(capability)
         assert [_core.traits_of(family).backend for family in families] == backends
 
-
-# --- what is served --------------------------------------------------------------
 
 # Kernels, each with requests that it serves; None: no kernel does.
 ON_BOTH = {
@@ -271,8 +266,6 @@ def test_one_launch_of_two_segments_has_the_mask_of_the_first(sm80_ids):
         sentence = _core.find_joint_error(_core.Family.sm80, first, masked)
         assert sentence.endswith('two plans, one for each; backend "cpu" (tensors on the CPU).')
 
-
-# --- misses ----------------------------------------------------------------------
 
 OF_CPU = ["Compiled for it", "logits any, position any, mask any"]
 MISSES = [

@@ -1,5 +1,5 @@
-// Checks the services of libpreflash_kernels_common that no public call reaches alone: devices,
-// plan upload, pinned arrays, mask tiles. Tests of the Python API cover the other services.
+// Checks what no public call shows of the services of libpreflash_kernels_common: devices, pinned
+// memory under capture, each bit of mask tiles. Tests of the Python API cover the rest.
 // Outputs are poisoned and allocations exact, so that compute-sanitizer sees a stray access.
 // Exits with 0, with 1 on a mismatch, with 77 where there is no GPU.
 //
@@ -9,7 +9,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -145,129 +144,39 @@ void check_mask_tiles(const MaskCase& c) {
          "mask_tiles: more words than a CUDA graph's plan reserves");
 }
 
-__global__ void spin(long long cycles) {
-  for (long long begin = clock64(); clock64() - begin < cycles;) {
-  }
-}
-
-LaunchError submit_whole(PlanUploader* uploader, void* to, std::size_t bytes, cudaStream_t stream,
-                         const PerSegment<ArrayCopy>& arrays = {}) {
-  const StagedCopy whole{.to = to, .bytes = bytes};
+LaunchError submit(PlanUploader* uploader, DeviceArray<uint8_t>& to, std::size_t bytes,
+                   PinnedArray* array, cudaStream_t stream) {
+  const StagedCopy whole{.to = to.data(), .bytes = bytes};
+  PerSegment<ArrayCopy> arrays;
+  arrays.add({.from = array, .to = to.data() + bytes, .bytes = bytes});
   return services.uploader_submit(uploader, {&whole, 1}, arrays, stream);
 }
 
-// Eight plans in a row while the stream is busy: each must arrive as it was when it was submitted.
-void check_uploader() {
+// A capture refuses uploads, and survives growing, querying and freeing pinned memory.
+void check_captures() {
+  constexpr std::size_t kFirst = 64, kLarger = 4 << 20;
   PlanUploader* uploader = services.uploader_create(0);
+  DeviceArray<uint8_t> target(2 * kLarger);
   cudaStream_t stream;
   require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  constexpr std::size_t kSizes[] = {1, 16, 70000, 64, 300001, 300001, 5, 1 << 20};
-  DeviceArray<uint8_t> target(8 << 20);
+  PinnedArray *array = nullptr, *another = nullptr;
   void* host = nullptr;
-  expect(says(submit_whole(uploader, target.data(), 16, stream), "acquire"),
-         "uploader: submit without acquire");
-  spin<<<1, 1, 0, stream>>>(20'000'000);
-  for (int plan = 0; plan < 8; ++plan) {
-    accept(services.uploader_acquire(uploader, kSizes[plan], &host));
-    std::memset(host, plan + 1, kSizes[plan]);
-    const std::size_t half = kSizes[plan] / 2;
-    uint8_t* to = target.data() + (plan << 20);
-    const std::array<StagedCopy, 2> parts = {
-        {{.to = to, .bytes = half},
-         {.begin = half, .to = to + half, .bytes = kSizes[plan] - half}}};
-    accept(services.uploader_submit(uploader, parts, {}, stream));
-  }
-  // Another stream waits for the copies on the device, the host for none of them.
-  cudaStream_t other;
-  require(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-  spin<<<1, 1, 0, stream>>>(20'000'000);
-  accept(services.uploader_acquire(uploader, 16, &host));
-  std::memset(host, 9, 16);
-  accept(submit_whole(uploader, target.data(), 16, stream));
-  accept(services.uploader_join(uploader, other));
-  expect(cudaStreamQuery(other) == cudaErrorNotReady, "uploader: join does not order the stream");
-  require(cudaStreamSynchronize(other));
-  cudaStreamDestroy(other);
-  std::vector<uint8_t> got = target.host();
-  for (int plan = 0; plan < 8; ++plan) {
-    for (std::size_t i = 0; i < 1 << 20; ++i) {
-      int expected = i < kSizes[plan] ? plan + 1 : kPoison;
-      if (plan == 0 && i < 16) expected = 9;  // the copy that `other` waited for
-      expect(got[(plan << 20) + i] == expected, "uploader: plan " + std::to_string(plan));
-    }
-  }
-  // Under capture: a clear refusal, and the capture survives even though the staging has to grow.
+  accept(services.pinned_create(0, kLarger, &array, &host));
+  expect(says(submit(uploader, target, kFirst, array, stream), "acquire"), "submit, no acquire");
+  accept(services.uploader_acquire(uploader, kFirst, &host));
+  accept(submit(uploader, target, kFirst, array, stream));
+  require(cudaStreamSynchronize(stream));
   cudaGraph_t graph = nullptr;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  accept(services.uploader_acquire(uploader, 4 << 20, &host));
-  expect(says(submit_whole(uploader, target.data(), 4 << 20, stream), "captured"),
-         "uploader: submit under capture");
+  expect(services.pinned_is_free(array), "pinned: busy under capture");
+  accept(services.pinned_create(0, kLarger, &another, &host));
+  accept(services.uploader_acquire(uploader, kLarger, &host));
+  expect(says(submit(uploader, target, kLarger, array, stream), "captured"), "captured submit");
+  for (PinnedArray* one : {array, another}) services.pinned_destroy(one);
   services.uploader_destroy(uploader);
   expect(cudaStreamEndCapture(stream, &graph) == cudaSuccess, "uploader: broke the capture");
   if (graph != nullptr) cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
-}
-
-// Arrays that go by themselves: with their plan, busy for as long as any stream copies them, and
-// neither created nor freed at a capture's expense.
-void check_pinned_arrays() {
-  PlanUploader* uploader = services.uploader_create(0);
-  cudaStream_t streams[2];
-  for (cudaStream_t& stream : streams) {
-    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  }
-  constexpr std::size_t kBytes = 300001;
-  PinnedArray* arrays[2] = {};
-  for (int i = 0; i < 2; ++i) {
-    void* host = nullptr;
-    accept(services.pinned_create(0, kBytes, &arrays[i], &host));
-    expect(services.pinned_is_free(arrays[i]), "pinned: a new array is busy");
-    std::memset(host, i + 1, kBytes);
-  }
-  DeviceArray<uint8_t> plans(2 << 20), lists(4 << 20);
-  auto submit = [&](int plan, cudaStream_t stream) {
-    void* host = nullptr;
-    accept(services.uploader_acquire(uploader, 64, &host));
-    std::memset(host, 7 + plan, 64);
-    PerSegment<ArrayCopy> copies;
-    for (int i = 0; i < 2; ++i) {
-      copies.add(
-          {.from = arrays[i], .to = lists.data() + ((2 * plan + i) << 20), .bytes = kBytes - plan});
-    }
-    accept(submit_whole(uploader, plans.data() + (plan << 20), 64, stream, copies));
-  };
-  spin<<<1, 1, 0, streams[0]>>>(40'000'000);
-  submit(0, streams[0]);
-  submit(1, streams[1]);  // which has nothing else to do
-  for (PinnedArray* array : arrays) {
-    expect(!services.pinned_is_free(array), "pinned: free while the first stream has not copied");
-  }
-  for (cudaStream_t stream : streams) require(cudaStreamSynchronize(stream));
-  for (PinnedArray* array : arrays) {
-    expect(services.pinned_is_free(array), "pinned: busy for ever");
-  }
-  const std::vector<uint8_t> got_plans = plans.host(), got_lists = lists.host();
-  for (int plan = 0; plan < 2; ++plan) {
-    expect(got_plans[plan << 20] == 7 + plan && got_plans[(plan << 20) + 63] == 7 + plan,
-           "pinned: the plan beside");
-    for (int i = 0; i < 2; ++i) {
-      const uint8_t* list = &got_lists[(2 * plan + i) << 20];
-      for (std::size_t at = 0; at < 1 << 20; ++at) {
-        expect(list[at] == (at < kBytes - plan ? i + 1 : kPoison), "pinned: array");
-      }
-    }
-  }
-  cudaGraph_t graph = nullptr;
-  require(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeGlobal));
-  PinnedArray* another = nullptr;
-  void* host = nullptr;
-  accept(services.pinned_create(0, kBytes, &another, &host));
-  expect(services.pinned_is_free(arrays[0]), "pinned: busy under capture");
-  for (PinnedArray* array : {another, arrays[0], arrays[1]}) services.pinned_destroy(array);
-  expect(cudaStreamEndCapture(streams[0], &graph) == cudaSuccess, "pinned: broke the capture");
-  if (graph != nullptr) cudaGraphDestroy(graph);
-  services.uploader_destroy(uploader);
-  for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
 }
 
 int launched_ctas = 0, launched_device = -1;
@@ -344,9 +253,8 @@ int main() {
     return refused ? 77 : 1;
   }
   check_devices(count);
-  check_uploader();
-  check_pinned_arrays();
-  std::printf("devices, uploader: done\n");
+  check_captures();
+  std::printf("devices, captures: done\n");
   for (int group : {1, 3, 4, 8, 300}) {
     const int rows = group > 128 ? 128 : 128 / group * group;
     for (int keys : {16, 48, 64, 96, 128}) {

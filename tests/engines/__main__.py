@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,12 +12,14 @@ import sys
 import traceback
 from pathlib import Path
 
+import preflash
 import torch
 
-from . import flashinfer_name
 from .serving import Load, Model, Scheduler, Shape, check
+from .stand_ins import Finder
 
 SEED = 8  # no near tie of two tokens
+FLASHINFER = "attention cascade cudnn decode page pod prefill quantization"
 PATHS = ("eager", "chunked", "prefix", "graph")
 # Of --time: attention is most of the work.
 LONG = Load(
@@ -58,6 +61,23 @@ def main() -> int:
     return serve(options.releases[0], options)
 
 
+def install_flashinfer() -> str:
+    """Patches the installed flashinfer, or makes modules of that name of preflash's functions.
+
+    Returns a sentence that says which."""
+    if importlib.util.find_spec("flashinfer") is not None:
+        return repr(preflash.patch_flashinfer()).splitlines()[0]
+    finder, every = Finder(Path(), "flashinfer", real=(), absent=()), {"__version__": "0.7.2"}
+    for name in FLASHINFER.split():
+        source = importlib.import_module(f"preflash.{name}")
+        functions = {public: getattr(source, public) for public in source.__all__}
+        finder.values[f"flashinfer.{name}"] = functions
+        every |= functions
+    finder.values["flashinfer"] = every
+    finder.install()
+    return "flashinfer is not installed: modules of that name hold preflash's functions"
+
+
 def serve(root: Path, options: argparse.Namespace) -> int:
     kind, version = root.name.split("-")[:2]
     device = torch.device(options.device)
@@ -65,7 +85,7 @@ def serve(root: Path, options: argparse.Namespace) -> int:
         os.environ.setdefault("PREFLASH_BACKEND", "auto")  # SGLang writes "fa2" into its code
     load = importlib.import_module(f"{__package__}.{kind}_engine").load
     if options.backend == "FLASHINFER":
-        print("flashinfer's kernels" if options.peer else flashinfer_name.install(), flush=True)
+        print("flashinfer's kernels" if options.peer else install_flashinfer(), flush=True)
     loaded = load(root, device, options.backend)
     print(f"{root.name}, its own modules: {', '.join(loaded.loaded)}", flush=True)
     rows = []

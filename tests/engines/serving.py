@@ -156,8 +156,7 @@ def write(cache: torch.Tensor, index, new: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts and lengths to serve. shared: tokens of the last prompt that are the others' prefix
-    in "prefix"; a multiple of the page size."""
+    """Prompts and lengths to serve. shared: tokens, in whole pages, of the prefix in "prefix"."""
 
     prompts: tuple[int, ...] = (37, 5, 64, 130)
     generated: int = 6
@@ -264,8 +263,7 @@ class Scheduler:
 
 
 class Replay:
-    """Decode steps of one batch size: captured in a CUDA graph, or on the CPU the same calls
-    without the capture."""
+    """Decode steps of one batch size in a CUDA graph, on the CPU the same calls without it."""
 
     def __init__(self, engine, model: Model, size: int) -> None:
         self._engine, self._model = engine, model
@@ -296,9 +294,8 @@ class Replay:
 
 
 def check(model: Model, served: Served, tokens: bool = True) -> dict[str, float]:
-    """Compares logits with the reference's, and tokens unless so many are served that some are
-    nearly ties. Returns the largest difference of a logit, and the least margin of the reference's
-    best token over its second."""
+    """Compares logits, and tokens if `tokens`. Returns the largest difference of a logit, and the
+    least margin of a best token."""
     worst, margin = 0.0, float("inf")
     # Kernels over 8 bits round the weights of the softmax to 4 bits, so tokens may differ.
     coarse = model.shape.fp8_cache and model.device.type == "cuda"

@@ -71,8 +71,7 @@ class Base:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `real` modules of a package as its files, the rest and `absent` packages as
-    stand-ins."""
+    """Finds `real` modules of a package as files, its others and `absent` packages as stand-ins."""
 
     def __init__(self, root: Path, package: str, real: Collection[str], absent: Collection[str]):
         self._root, self._package, self._real = root, package, set(real)

@@ -286,8 +286,7 @@ class PreflashEngine(VllmEngine):
         self._slots = slots
 
     def _common_prefix_len(self, batch: Batch) -> int:
-        """Returns the keys for which vLLM's model runner asks use_cascade_attention(), as if the
-        builder always agreed; 0 in a graph and in releases without cascades."""
+        """Returns the prefix of use_cascade_attention(), as if the builder always agreed, or 0."""
         base = importlib.import_module("vllm.v1.attention.backend").AttentionMetadataBuilder
         if batch.graph or not hasattr(base, "use_cascade_attention"):
             return 0
@@ -301,8 +300,7 @@ class PreflashEngine(VllmEngine):
         return min(len(list(shared)), min(r.computed for r in batch.requests) // PAGE) * PAGE
 
     def _use_inputs_of_graph(self, common) -> None:
-        """Gives a step the tensors that a graph of its size has recorded. Builds the metadata of
-        the capture first if it is the first step of that size: sequences of one token in page 0."""
+        """Gives a step the tensors of its size's graph, first for sequences of one token."""
         given = common.seq_lens, common.block_table_tensor
         kept = self._inputs.get(common.num_reqs)
         if kept is None:

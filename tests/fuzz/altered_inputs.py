@@ -10,8 +10,7 @@ from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, i
 
 
 def surrounded(inputs: Inputs, padding: int) -> Inputs:
-    """The same batch as a part of larger arrays, for a call alone: rows of q and pages that nobody
-    owns before those of the requests, and rows behind them."""
+    """Puts the batch between rows of q and pages that belong to no request."""
     if padding == 0:
         return inputs
     rows, *row = inputs.q.shape
@@ -28,8 +27,7 @@ def surrounded(inputs: Inputs, padding: int) -> Inputs:
 
 
 def with_bounds(inputs: Inputs, num_pages: int = 2) -> Inputs:
-    """The same batch with pages more behind those of each request, all full: upper bounds of its
-    keys. The pages are of other requests."""
+    """Gives each request full pages of other requests as well: upper bounds of its keys."""
     pages, more = [inputs.indices[: int(inputs.kv_indptr[0])]], inputs.indices.new_zeros(num_pages)
     for own in inputs.page_table:
         pages += [inputs.indices.new_tensor(own), more]
@@ -42,13 +40,12 @@ def with_bounds(inputs: Inputs, num_pages: int = 2) -> Inputs:
 
 
 def lone(inputs: Inputs, i: int) -> Inputs:
-    """Request i as a batch of its own, in the memory that it shares with the others."""
+    """Makes a batch of request i alone, in the memory that it shares with the others."""
     return part(inputs, i, 0, inputs.case.qo_lens[i])
 
 
 def part(inputs: Inputs, i: int, begin: int, end: int) -> Inputs:
-    """Rows [begin, end) of request i as a batch of its own: a chunk of its prefill, or a decode
-    step, with the keys that are there by then."""
+    """Makes a batch of rows [begin, end) of request i: a chunk of its prefill, or a decode step."""
     case, index_device = inputs.case, inputs.qo_indptr.device
     kv_len = case.kv_lens[i] - (case.qo_lens[i] - end if case.mask is MaskKind.CAUSAL else 0)
     cut = dataclasses.replace(

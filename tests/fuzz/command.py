@@ -17,14 +17,7 @@ from preflash.cli import CommandError
 from preflash.cli.console import progress
 from preflash.cli.machine import Place, choose_places
 
-from . import (
-    cudnn_trial,
-    fmha_problems,
-    pod_trial,
-    problems,
-    shrinking,
-    wrapper_trial,
-)
+from . import cudnn_trial, fmha_problems, pod_trial, problems, shrinking, wrapper_trial
 from .problems import Also, Problem
 from .random_cases import Limits
 from .wrapper_trial import Verdict
@@ -41,16 +34,15 @@ CALLS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """Size of a search: work of a problem (milliseconds in the oracle, and several tiles, splits
-    and requests all the same), failures that end it, and candidates for a smaller problem."""
+    """Size of a search: work of a problem, failures that end it, candidates for a smaller one."""
 
-    work: float = 2e7
+    work: float = 2e7  # milliseconds in the oracle; several tiles, splits and requests
     failures: int = 5
     tries: int = 250
 
 
 def main(argv: Sequence[str] | None = None, effort: Effort = Effort()) -> int:
-    """The exit code: 0 fine, 1 a problem failed, 2 it could not run."""
+    """Returns the exit code: 0 fine, 1 a problem failed, 2 it could not run."""
     try:
         return _execute(_parser().parse_args(argv), effort)
     except CommandError as error:

@@ -69,8 +69,7 @@ class CudnnCall(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class CudnnProblem:
-    """A case without any option that the function does not have. Its keys are [tokens, heads,
-    head_dim], or [pages, heads, page_size, head_dim]: `layout` is that of the memory."""
+    """A case without options that the function lacks; `layout` is that of its keys' memory."""
 
     case: Case
     call: CudnnCall
@@ -88,7 +87,7 @@ class CudnnProblem:
 
 
 def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
-    """Problem `index` of `seed`."""
+    """Draws problem `index` of `seed`."""
     rng = random.Random(f"cudnn {seed} {index}")
     case = with_defaults(unflattened(random_case(rng, "problem", limits)), _ABSENT)
     mask = rng.choice([MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CAUSAL])
@@ -98,7 +97,7 @@ def draw(seed: int, index: int, limits: Limits) -> CudnnProblem:
 
 
 def _possible(call: CudnnCall, case: Case) -> CudnnCall:
-    """The call with forms of its arguments that go together."""
+    """Returns the call with forms of its arguments that go together."""
     if call.ends is Ends.NONE and case.batch_size > 1:
         call = dataclasses.replace(call, ends=Ends.WITH)
     in_tokens, apart = call.units == "tokens", call.apart and call.ends is not Ends.NONE
@@ -123,7 +122,7 @@ class _Places(NamedTuple):
         return [start + length for start, length in zip(*self, strict=True)]
 
     def rows(self) -> torch.Tensor:
-        """Row indices of all requests, one after the other."""
+        """Returns row indices of all requests, one after the other."""
         return torch.cat([torch.arange(*ends) for ends in zip(self.starts, self.ends, strict=True)])
 
 
@@ -177,7 +176,7 @@ class _Trial:
         self.arguments = self._arguments()
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, and k and v of ragged requests, with the rows of requests at their places."""
+        """Makes q, and k and v of ragged requests, with the rows of requests at their places."""
         case, made = self._case, self.made
         rows = max(self._q_at.ends + self._o_at.ends) + SPARE_ROWS
         # More garbage behind rows or behind heads.
@@ -196,7 +195,7 @@ class _Trial:
         return q, k, v
 
     def _table(self) -> torch.Tensor:
-        """Pages of the requests and garbage; half of the tables are wider than what is needed."""
+        """Makes tables of pages and garbage; half of them are wider than what is needed."""
         case = self._case
         width = -(-(max(case.kv_lens) + self._call.spare_length) // case.page_size)
         garbage = torch.tensor([-7, 2**30, 2**31 - 1], dtype=torch.int32)
@@ -290,8 +289,7 @@ class _Trial:
         return self._array(tokens) * (1 if self._call.units == "tokens" else width)
 
     def run(self) -> Result:
-        """Calls once. Returns the rows of requests, in the oracle's order, and all failures other
-        than wrong numbers."""
+        """Calls once. Returns rows in the oracle's order, and failures other than wrong numbers."""
         out, lse = preflash.cudnn_batch_prefill_with_kv_cache(**self.arguments)
         self.made.variant = _core.last_variant()
         failures = []
@@ -306,8 +304,7 @@ class _Trial:
         return Result(taken, self._lse_rows(lse, failures), failures)
 
     def _lse_rows(self, lse: torch.Tensor | None, failures: list[str]) -> torch.Tensor | None:
-        """Rows of requests of the LSE; others are -inf, but for those of the caller's memory that
-        batch_offsets_stats leaves out."""
+        """Returns rows of requests; others are -inf, but not in `lse` with batch_offsets_stats."""
         if lse is None:
             return None
         case, longest, at = self._case, self._longest_q, self._stats_at

@@ -100,7 +100,7 @@ class FmhaCase:
 
 
 def draw(seed: int, index: int, limits: Limits) -> FmhaCase:
-    """Problem `index` of a sequence, whatever the limits: all lengths are short."""
+    """Draws problem `index` of a sequence, whatever the limits: all lengths are short."""
     return random_case(seed << 32 | index)
 
 
@@ -150,7 +150,7 @@ class FmhaInputs:
 
 
 def _rows(offsets: list[int], shape: tuple[int, ...], dtype, generator) -> torch.Tensor:
-    """[tokens, *shape], NaN outside the rows of requests."""
+    """Makes [tokens, *shape], NaN outside the rows of requests."""
     rows = torch.randn(offsets[-1] + SPARE, *shape, generator=generator)
     rows[: offsets[0]] = math.nan
     rows[offsets[-1] :] = math.nan
@@ -204,7 +204,7 @@ def build(case: FmhaCase, device: str = "cpu", lengths_on: str | None = None) ->
 
 
 def _arranged(case: FmhaCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str):
-    """The argument qkv: tensors on the device, by the case with NaN between rows."""
+    """Makes the argument qkv: tensors on the device, by the case with NaN between rows."""
 
     def place(*tensors: torch.Tensor) -> torch.Tensor:
         rows = tensors[0] if len(tensors) == 1 else torch.stack(tensors, 1)
@@ -223,8 +223,7 @@ def _arranged(case: FmhaCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 
 def _pages(case: FmhaCase, requests, generator) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Pools of k and v whose unowned slots are NaN, and a table with no pages behind those of a
-    request."""
+    """Makes pools of k and v with NaN in slots of no request, and the table of the pages."""
     size = case.page_size
     counts = [-(-length // size) for length in case.kv_lens]
     numbers = torch.randperm(sum(counts) + 2, generator=generator).tolist()

@@ -19,20 +19,17 @@ _ALL = slice(None)
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, in which NaN equals itself and -0 is not 0."""
+    """Views the memory as integers, in which NaN equals itself and -0 is not 0."""
     return t.view(_INTEGERS[t.element_size()])
 
 
 def memory_of(t: torch.Tensor) -> torch.Tensor:
-    """All bytes of the storage that the tensor is a part of."""
+    """Returns all bytes of the storage that the tensor is a part of."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
 class Guarded:
-    """A tensor `given` to a call, cut out of a larger one, of which the call may write `own` alone.
-
-    own: index into `given`.
-    """
+    """A tensor `given` to a call, cut out of a larger one. The call may write `given[own]`."""
 
     def __init__(
         self, whole: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor], own: object = _ALL
@@ -62,8 +59,7 @@ def output(
     strided: bool = False,
     own: object = _ALL,
 ) -> Guarded:
-    """Garbage of a shape with memory of somebody else before and behind it, and with `strided` also
-    behind every row."""
+    """Makes garbage with guards before and behind it, and with `strided` also behind every row."""
     rows, *middle, columns = shape
     behind = PAD_COLUMNS if strided else 0
     whole = torch.empty(rows + 2, *middle, columns + behind, dtype=dtype, device=device)
@@ -72,7 +68,7 @@ def output(
 
 
 def workspace(num_bytes: int, device: torch.device | str) -> Guarded:
-    """Exactly that much scratch memory. All bits are set, so that whatever reads it gets NaN."""
+    """Makes exactly that much scratch memory, all bits set, so that whatever reads it gets NaN."""
     whole = torch.full((num_bytes + 2 * _BESIDE,), 255, dtype=torch.uint8, device=device)
     return Guarded(whole, lambda t: t[_BESIDE : _BESIDE + num_bytes])
 
@@ -112,8 +108,7 @@ class Result:
 
 
 class GivenOutputs:
-    """Fresh out and lse for one call, with `padding` rows before and behind those of requests; None
-    where the call makes its own."""
+    """Fresh out and lse for one call, with `padding` rows at both ends; None if absent."""
 
     def __init__(
         self, inputs: Inputs, lse_layout: str, padding: int, *, out: Brought, lse: Brought

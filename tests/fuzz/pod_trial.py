@@ -81,7 +81,7 @@ class PodProblem:
 
 
 def draw(seed: int, index: int, limits: Limits) -> PodProblem:
-    """Problem `index` of `seed`."""
+    """Draws problem `index` of `seed`."""
     rng = random.Random(f"pod {seed} {index}")
     kind = rng.choice(list(Kind))
     work = dataclasses.replace(limits, work=limits.work / 2)
@@ -121,7 +121,7 @@ def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
 
 
 def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
-    """With the options that plan() has once for both sides."""
+    """Takes over the options that plan() has once for both sides."""
     shared = ("dtype", "kv_dtype", "page_size", "layout", "window_left", "sm_scale", "position",
               "rope_scale", "rope_theta")  # fmt: skip
     if decode.page_size != 1:
@@ -132,7 +132,7 @@ def _like(prefill: Case, decode: Case, rng: random.Random) -> Case:
 
 
 def _possible(case: Case) -> Case:
-    """With dtypes and numbers that go together."""
+    """Returns the case with dtypes and numbers that go together."""
     if contradiction(case):
         case = with_defaults(case, ["magnitude"])
     if contradiction(case):
@@ -153,7 +153,7 @@ def _logits_options(case: Case) -> dict[str, object]:
 
 
 def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
-    """wrapper.plan(*arrays) of a decode side with the options of its case, and with others."""
+    """Plans a decode side with the options of its case, and with others."""
     dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype_kv}
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
     wrapper.plan(*arrays, *heads, **_logits_options(case) | dtypes | overrides)
@@ -262,7 +262,7 @@ def _run(wrapper, problem: PodProblem, sides: list[_Side], **overrides):
 
 
 def _operands(problem: PodProblem, sides: list[_Side], part: int = 1) -> tuple:
-    """Tensors of run(). part: the prefill of one request has this part of its rows and keys."""
+    """Returns tensors of run(). part: of the rows and keys of a prefill of one request."""
     prefill, decode = (side.given for side in sides)
     if problem.kind is Kind.BATCH:
         return (prefill.q, prefill.cache, decode.q, decode.cache)
@@ -273,6 +273,6 @@ def _operands(problem: PodProblem, sides: list[_Side], part: int = 1) -> tuple:
 
 
 def _options_of(case: Case, side: str) -> dict[str, object]:
-    """Options of one side that run() has with one request."""
+    """Returns options of one side that run() has with one request."""
     options = {"kv_layout": case.layout, **_logits_options(case)}
     return {f"{name}_{side}": value for name, value in options.items()}

@@ -45,8 +45,7 @@ class Brought(enum.Enum):
 
 
 class Scratch(enum.Enum):
-    """Size of the float workspace, as a part of what workspace_size() says. A fixed split has at
-    least the bytes that plan() asks for."""
+    """Part of workspace_size() that the float workspace has, with room for a fixed split."""
 
     WHOLE = "whole"
     HALF = "half"
@@ -87,7 +86,7 @@ class RunOptions:
     scales_in_tensors: bool = drawn(*[False] * 4, True)
 
     def scaled(self, pipeline: Pipeline) -> Pipeline:
-        """The pipeline with the scales folded in."""
+        """Returns the pipeline with the scales folded in."""
         q, k, v = (1.0 if s is None else s for s in (self.q_scale, self.k_scale, self.v_scale))
         return dataclasses.replace(pipeline, sm_scale=pipeline.sm_scale * (q * k), out_scale=v)
 
@@ -141,7 +140,7 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The problem as words, for `parse`."""
+        """Writes the problem as words, for `parse`."""
         values = [
             (field.name, getattr(part, field.name), field.default)
             for part in (self.case, self.call, self)
@@ -151,15 +150,13 @@ class Problem:
         return " ".join(f"{name}={_word(value)}" for name, value, usual in values if value != usual)
 
 
-# --- options that go together ----------------------------------------------------
-
 _OF_PLAN = ("fixed_split_size", "disable_split_kv", "batch_invariant", "scratch", "padding",
             "graph", "hints", "bounds", "other_mask", "long_mask")  # fmt: skip
 _OF_RUN = ("sinks", "head_scales", "q_scale", "out", "lse", "lse_base", "lse_layout")
 
 
 def _meaningless(case: Case, call: Call) -> typing.Iterator[tuple[str, tuple[str, ...]]]:
-    """Rules of this problem with the options of case and call that have no meaning by them."""
+    """Yields rules of this problem with the options that have no meaning by them."""
     fixed_split = case.fixed_split_size is not None and not case.disable_split_kv
     if call.entry is Entry.SINGLE:
         yield "a single request is not planned", _OF_PLAN
@@ -182,7 +179,7 @@ def _meaningless(case: Case, call: Call) -> typing.Iterator[tuple[str, tuple[str
 
 
 def checks(case: Case, call: Call) -> list[Also]:
-    """Further checks that have a meaning, some of them twice to be drawn more often."""
+    """Returns checks that have a meaning, some of them twice to be drawn more often."""
     found = [Also.NOTHING, Also.REPEAT, *[Also.SPOILT] * (case.batch_size > 1)]
     if call.bounds:  # the rest plans other lengths or masks
         return found
@@ -195,8 +192,7 @@ def checks(case: Case, call: Call) -> list[Also]:
 
 
 def _may_be_cut(case: Case, call: Call) -> bool:
-    """True if a part of a request's rows is a request with the same results: what a row sees goes
-    by its own position, or by none. Tiles are skipped for all rows of a warpgroup."""
+    """True if a row sees the same keys in a part of its request, by its own position or by none."""
     placed = case.window_left >= 0 or case.position is not Position.NONE
     fixed = case.fixed_split_size is not None and not case.disable_split_kv
     return (
@@ -216,8 +212,6 @@ def _may_skip(case: Case) -> bool:
     wide = case.dtype.itemsize == case.dtype_kv.itemsize == 2
     return plain and wide and max(case.head_dim, case.dim_vo) <= 256
 
-
-# --- text ----------------------------------------------------------------------
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # Types of the fields of all parts, no two of which have a field of the same name.
@@ -240,7 +234,7 @@ def _word(value: object) -> str:
 
 
 def parse(text: str) -> Problem:
-    """The problem that `Problem.text` wrote. Raises ValueError for anything else."""
+    """Reads what `Problem.text` wrote. Raises ValueError for anything else."""
     words = dict(word.split("=", 1) for word in text.split() if "=" in word)
     if len(words) != len(text.split()):
         raise ValueError(f"{text!r}: must be words field=value, each field once")
@@ -275,7 +269,7 @@ def _value(name: str, word: str) -> object:
 
 
 def draw(seed: int, index: int, limits: Limits) -> Problem:
-    """Problem `index` of `seed`."""
+    """Draws problem `index` of `seed`."""
     rng = random.Random(f"preflash {seed} {index}")
     call = Call(**random_fields(rng, Call))
     # A few are larger, for more work items and longer splits.

@@ -42,21 +42,20 @@ def with_defaults(part, names: Iterable[str]):
 
 
 def unflattened(case: Case) -> Case:
-    """The case in a form of pages of any size, or of no pages."""
+    """Returns the case in a form of pages of any size, or of no pages."""
     return with_defaults(case, ["form"]) if case.form is KvForm.FLAT else case
 
 
 def first_request(case: Case) -> Case:
-    """The first request of the case, ragged."""
+    """Returns the first request of the case, ragged."""
     one = {"qo_lens": case.qo_lens[:1], "kv_lens": case.kv_lens[:1], "page_size": 0}
     return dataclasses.replace(unflattened(case), **one)
 
 
 def contradiction(case: Case) -> str:
-    """The rule of numbers that the dtypes and the position break together, if they do.
+    """Returns the rule that dtypes and position break together, if they do.
 
-    Wrappers refuse some of this. The rest they compute, but no bound would tell right numbers
-    from wrong ones.
+    Wrappers refuse some of this. For the rest no bound would tell right numbers from wrong ones.
     """
     fp8 = case.dtype_kv.itemsize == 1
     exact = case.magnitude is Magnitude.VERY_NEGATIVE
@@ -75,7 +74,7 @@ def contradiction(case: Case) -> str:
 
 
 def _length(rng: random.Random, longest: int) -> int:
-    """Mostly around tile edges or short; sometimes zero."""
+    """Draws a length: mostly around tile edges or short, sometimes zero."""
     kind = rng.random()
     if kind < 0.08:
         return 0
@@ -90,9 +89,8 @@ def _length(rng: random.Random, longest: int) -> int:
 def _lengths(
     rng: random.Random, longest: int, most_pairs: float, group_size: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and key lengths of a batch with about `most_pairs` pairs of a query and a key. Tokens
-    count too: tests make, poison and compare them, which takes the time of some 32 pairs; a key
-    has one row where a query has `group_size`."""
+    """Draws lengths of a batch with about `most_pairs` pairs of a query and a key. A token, which
+    tests make, poison and compare, counts as 32 pairs."""
     batch = rng.choice([1, 1, 2, 3, 5, 8])
     kv_lens = [_length(rng, longest) for _ in range(batch)]
     style = rng.choice(["self", "append", "decode", "decode", "free"])
@@ -132,7 +130,7 @@ def _random_storage(rng: random.Random, dims: tuple[int, int]) -> dict[str, obje
 
 
 def _random_logits(rng: random.Random) -> dict[str, object]:
-    """Masks and everything else between q k^T and the softmax."""
+    """Draws masks and everything else between q k^T and the softmax."""
     return {
         "mask": rng.choice(_MASKS),
         "window_left": rng.choice([-1] * 6 + [0, 1, 17, 64, 200, 2**30]),
@@ -145,7 +143,7 @@ def _random_logits(rng: random.Random) -> dict[str, object]:
 
 
 def _random_fp8(rng: random.Random) -> dict[str, object]:
-    """Tensors of 8 bits: keys and values alone, or queries too."""
+    """Draws tensors of 8 bits: keys and values alone, or queries too."""
     head_scales = rng.random() < 0.5
     cache = rng.choice([torch.float8_e4m3fn, torch.float8_e5m2])
     output = rng.choice([None, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
@@ -155,10 +153,7 @@ def _random_fp8(rng: random.Random) -> dict[str, object]:
 
 
 def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
-    """A case from anywhere in the space of options that every wrapper takes.
-
-    The limits change no draw, so that backends with other dtypes and options see the same lengths.
-    """
+    """Draws a case. The limits change no draw, so that all backends see the same lengths."""
     dim = rng.choice([64, 128, 128, 256, 512, 8 * rng.randint(1, 64)])
     dims = (192, 128) if rng.random() < 0.1 else (dim, dim)
     num_kv_heads = rng.choice([1, 1, 2, 3])
@@ -193,15 +188,14 @@ def random_case(rng: random.Random, name: str, limits: Limits) -> Case:
 
 
 def random_cases(count: int, *, seed: int, longest: int = 300, work: float = 2e9) -> list[Case]:
-    """`count` cases drawn from `seed`, within `Limits` of `longest` and `work`."""
+    """Draws `count` cases within `Limits` of `longest` and `work`."""
     rng = random.Random(seed)
     limits = Limits(longest, work, fp8=False, rope=False)
     return [random_case(rng, f"fuzz{index}", limits) for index in range(count)]
 
 
 def random_prepass_cases(count: int, *, seed: int) -> list[Case]:
-    """`count` cases that have a pre-pass: RoPE or fp8, and an output of 16 bits in the dtype of
-    the products."""
+    """Draws `count` cases that have a pre-pass, with outputs in the dtype of the products."""
     rng = random.Random(seed)
     limits = Limits(300, 2e9, dtypes=(torch.float16, torch.bfloat16))
     found: list[Case] = []

@@ -11,10 +11,7 @@ _LENGTHS = ("qo_lens", "kv_lens")
 
 
 def shrink(problem: Problem, fails: Callable[[Problem], bool], tries: int = 250) -> Problem:
-    """A smaller problem that fails too: fewer and shorter requests, options at their defaults.
-
-    The same for the same problem: candidates have an order, and the first that fails is taken.
-    """
+    """Returns a smaller problem that fails too, the first that does among ordered candidates."""
     candidates = _simpler(problem)
     for _ in range(tries):
         candidate = next(candidates, None)
@@ -37,7 +34,7 @@ def _simpler(problem: Problem) -> Iterator[Problem]:
 
 
 def _changed(part, change: dict[str, object]):
-    """The problem, case or call with other values of those fields that it has."""
+    """Returns the problem, case or call with other values of those fields that it has."""
     names = {field.name for field in dataclasses.fields(part)}
     return dataclasses.replace(part, **{name: change[name] for name in names & change.keys()})
 

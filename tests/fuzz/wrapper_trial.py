@@ -52,8 +52,7 @@ class Verdict:
 
 
 def judged(compute: Callable[..., Verdict]) -> Callable[..., Verdict]:
-    """Makes examine(problem, backend=, device=) of a function that computes a problem. An exception
-    of a broken backend is a failure like any other."""
+    """Makes examine(problem, backend=, device=), in which an exception is a failure."""
 
     def examine(problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
         try:
@@ -107,7 +106,7 @@ def _build(problem: Problem, device: torch.device) -> Inputs:
 
 
 def add_garbage(inputs: Inputs) -> None:
-    """Garbage where index arrays and masks are longer than what counts."""
+    """Writes garbage where index arrays and masks are longer than what counts."""
     if inputs.indices is not None:
         beyond = inputs.indices.new_full((3,), 2**31 - 1)
         inputs.indices = torch.cat([inputs.indices, beyond])
@@ -123,7 +122,7 @@ def add_garbage(inputs: Inputs) -> None:
 
 
 def _longer(mask: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
-    """The mask in a longer buffer. A packed one of exactly the dense size would be refused."""
+    """Returns the mask in a longer buffer. A packed one of the dense size would be refused."""
     if mask is None:
         return None
     dense = sum(one.numel() for one in inputs.masks)
@@ -132,12 +131,12 @@ def _longer(mask: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
 
 
 def inverted_mask(inputs: Inputs) -> torch.Tensor:
-    """The dense inverse of all masks, which a packed mask beside it makes ineffective."""
+    """Returns the dense inverse of all masks, which a packed mask beside it makes ineffective."""
     return ~torch.cat([mask.flatten() for mask in inputs.masks])
 
 
 def _given(call: Call, inputs: Inputs) -> Inputs:
-    """The wrapper's inputs: the batch in larger arrays, with masks and bounds as the call says."""
+    """Returns the wrapper's inputs: in larger arrays, with masks and bounds as the call says."""
     given = surrounded(inputs, call.padding)
     masks = {"custom_mask": given.custom_mask, "packed_custom_mask": given.packed_custom_mask}
     if call.other_mask:
@@ -202,20 +201,20 @@ class Trial:
         return runner.make_wrapper(self.inputs.case, **where, **graph)
 
     def _plan_overrides(self) -> dict[str, object]:
-        """Options that plan() gets otherwise than they are, because a later call is given them."""
+        """Returns options that plan() gets otherwise, because a later call is given them."""
         if self.call.entry is Entry.FORWARD:
             return {name: NEUTRAL[name] for name in self._logits_options()}
         return {"window_left": -1} if self.call.window_at_run else {}
 
     def _bounds(self) -> dict[str, object]:
-        """Options of plan() where it has upper bounds of the keys."""
+        """Returns options of plan() where it has upper bounds of the keys."""
         if not self.call.bounds:
             return {}
         lens = torch.tensor(self.inputs.case.kv_lens, dtype=torch.int32, device=self.device)
         return {"seq_lens": lens, "lengths_are_upper_bounds": True}
 
     def _workspace_bytes(self) -> int:
-        """Enough for the options of plan() and for those of the later call."""
+        """Returns bytes for the options of plan() and for those of the later call."""
         probe = self._wrapper(runner.workspace(self.device, 0))
         positional, options = runner.plan_arguments(self.given)
         plans = [self._bounds(), self._plan_overrides() | self._bounds()]
@@ -224,7 +223,7 @@ class Trial:
         return max(probe.workspace_size(*positional, **{**options, **one})[0] for one in plans)
 
     def _something_else(self) -> dict[str, object]:
-        """Other options of plan()."""
+        """Returns other options of plan()."""
         case = self.inputs.case
         pairs = sum(a * b for a, b in zip(case.qo_lens, case.kv_lens, strict=True))
         mask = torch.zeros(pairs, dtype=torch.bool, device=self.device)
@@ -251,7 +250,7 @@ class Trial:
         return outputs.settle(returned, with_lse=call.return_lse)
 
     def compute(self, **outputs):
-        """The public function, with the options of the problem and these outputs."""
+        """Calls the public function, with the options of the problem and these outputs."""
         call = self.call
         if call.entry is Entry.FORWARD:
             return self._forward()
@@ -273,12 +272,9 @@ class Trial:
         return getattr(self.wrapper, name)(inputs.q, *kv, **self._logits_options(), **scales)
 
     def _logits_options(self) -> dict[str, object]:
-        """Options of plan() that forward() has, too."""
+        """Returns options of plan() that forward() has, too."""
         _, options = runner.plan_arguments(self.given)
         return {name: options[name] for name in NEUTRAL if name in options}
-
-
-# --- further checks ----------------------------------------------------------------
 
 
 def _repeat(trial: Trial, result: Result) -> list[str]:
@@ -295,8 +291,7 @@ def _alone(trial: Trial, result: Result) -> list[str]:
 
 
 def _invariant(trial: Trial, result: Result) -> list[str]:
-    """Each request alone, then parts of it: chunks of its prefill and decode steps, some of them
-    with a CUDA graph's buffers."""
+    """Checks requests alone, their chunks and decode steps, eager or with a graph's buffers."""
     rng, failures = random.Random(trial.problem.seed), _alone(trial, result)
     for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
         for begin, end in _parts(rng, trial.inputs.case, i):
@@ -309,7 +304,7 @@ def _invariant(trial: Trial, result: Result) -> list[str]:
 
 
 def _parts(rng: random.Random, case: Case, i: int) -> list[tuple[int, int]]:
-    """Rows of request i: its last one, some single ones, and chunks that make up the rest."""
+    """Returns rows of request i: its last one, some others, and chunks that make up the rest."""
     rows = case.qo_lens[i]
     # Rows before the first key see none: a request without keys has no such rows.
     first = max(rows - case.kv_lens[i], 0) if case.mask is MaskKind.CAUSAL else 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from backends import check, on_cases, planned
 from fuzz.random_cases import random_cases
-from preflash.testing import Case, KvForm, MaskKind, attend, build, compare, runner
+from preflash.testing import Case, KvForm, MaskKind, attend, compare, runner
 
 DTYPES = (torch.float16, torch.bfloat16)
 CAUSAL = {"mask": MaskKind.CAUSAL}
@@ -60,28 +60,6 @@ def test_batches(backend, case):
 @on_cases(attention_cases.tiny())
 def test_tiny(backend, case):
     check(case, backend)
-
-
-SINGLE = [
-    Case("full", (70,), (1333,), 4, 2, 128),
-    Case("causal", (700,), (1333,), 6, 2, 128, **CAUSAL),
-    Case("window", (700,), (1333,), 6, 2, 128, **CAUSAL, window_left=400),
-    Case("hnd", (70,), (133,), 8, 1, 128, layout="HND", **CAUSAL, form=KvForm.PADDED),
-    Case("minus", (70,), (133,), 4, 2, 128, **CAUSAL, sm_scale=-0.1),
-    Case("custom", (33,), (65,), 4, 4, 128, mask=MaskKind.CUSTOM),
-    Case("packed", (13,), (65,), 4, 1, 128, mask=MaskKind.PACKED),
-    Case("decode", (1,), (9999,), 5, 1, 128),
-    Case("longer_q", (900,), (333,), 2, 2, 128, **CAUSAL),
-    Case("no_query", (0,), (33,), 2, 2, 128),
-    Case("no_key", (5,), (0,), 2, 2, 128),
-]
-
-
-@on_cases(case.with_dtype(dtype) for case in SINGLE for dtype in DTYPES)
-def test_single(backend, case):
-    inputs = build(case, device="cuda")
-    for name in (backend, "auto"):
-        runner.compare(inputs, *runner.single(inputs, backend=name)).check()
 
 
 def test_more_requests_than_a_grid_dimension(backend):

@@ -125,9 +125,6 @@ def cases_of_the_policy() -> Iterator[tuple[Case, tuple[str, ...]]]:
     case = Case("long", (6000,), (7013,), 8, 8, 128, mask=MaskKind.CAUSAL, page_size=16)
     for what in KV_WHAT.values():
         yield dataclasses.replace(case, **what), ("fa2", "fa3")
-    for heads in ((32, 8), (32, 32)):
-        case = Case("many", (2100,), (2100,), *heads, 128, mask=MaskKind.CAUSAL, **ROPE)
-        yield case, ("fa2", "fa3")
     # A kernel that rotates 8 bits leaves float16 whatever it writes; copies would be bfloat16. fa3
     # multiplies 8 bits that are not rotated as they are.
     case = Case("long8", (3000,), (6133,), 8, 8, 128, dtype=E4M3, mask=MaskKind.CAUSAL)
@@ -143,10 +140,7 @@ def cases_of_the_policy() -> Iterator[tuple[Case, tuple[str, ...]]]:
 def test_plan_copies_where_that_is_faster(backend, case, copying):
     wrapper, inputs = planned("auto", case, backend, 128 << 20)
     assert is_copied(wrapper) == (backend in copying)
-    result = check_run(wrapper, inputs)
-    if case.name == "many":  # the bits of copies that were asked for
-        asked, _ = with_copies(case, backend, 128 << 20)
-        assert same_bits(runner.run(asked, inputs), result)
+    check_run(wrapper, inputs)
 
 
 @pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.CUSTOM], ids=lambda mask: mask.value)
@@ -162,16 +156,6 @@ def test_a_workspace_without_room_for_copies(backend, what, head_dim, mask):
         assert wrapper.variant.endswith("e4m3_d128" if native else "_converted")
         assert not is_copied(wrapper)
         check_run(wrapper, inputs)
-
-
-@pytest.mark.parametrize("what", KV_WHAT.values(), ids=KV_WHAT)
-def test_single(backend, what):
-    case = dataclasses.replace(BASE, qo_lens=(190,), kv_lens=(470,), **what)
-    inputs = build(case, device="cuda")
-    with prepass_policy.forced("always"):
-        runner.compare(inputs, *runner.single(inputs, backend=backend)).check()
-    inputs = build(dataclasses.replace(case, head_dim=512, **CUSTOM), device="cuda")
-    runner.compare(inputs, *runner.single(inputs, backend=backend)).check()  # without copies
 
 
 def test_queries_in_place(backend):

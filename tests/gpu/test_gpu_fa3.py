@@ -101,8 +101,7 @@ def test_items_follow_each_other(backend, case):
 @pytest.mark.parametrize("cap", [0.01, 10.0, 30.0, 50.0, 1000.0, 2e4, 1e30])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_soft_caps_of_small_and_large_logits(backend, head_dim, cap):
-    """Exact caps, from tiles of small logits to tiles full of large ones, of rows that are large
-    throughout and of single keys: the outputs' rounding and the LSE's own tell how well."""
+    """Caps of small, of large and of mixed logits, as the outputs' rounding and the LSE's tell."""
     dtype = torch.bfloat16 if head_dim == 256 else torch.float16
     case = Case("cap", (150,), (1200,), 2, 2, head_dim, dtype=dtype, soft_cap=cap, **CAUSAL)
     for deviation in (0.01, 0.05, 0.1, 0.2, 0.4, 1.0, 10.0):  # of the logits, in caps
@@ -141,8 +140,7 @@ ORDINARY = {"first": [0, 1], "late": [200, 201, 290], "last": [-1]}
 def test_keys_that_dominate_by_hundreds_of_bits(
     backend, jump, head_dim, qo_lens, fixed_split_size, dtype
 ):
-    """Whole tiles weigh nothing beside one before or after them. The first request has 70 chunks,
-    more than a warp merges at once. The warps of a short tile have keys of their own."""
+    """Tiles weigh nothing beside others; the first request has more chunks than a warp merges."""
     how = {"dtype": dtype, "fixed_split_size": fixed_split_size, **CAUSAL}
     how |= NEGATIVE if jump in ORDINARY else {}
     case = Case("jump", qo_lens, (9000, 700, 310), 4, 2, head_dim, **how)
@@ -172,9 +170,7 @@ def test_keys_that_dominate_by_hundreds_of_bits(
 def test_what_no_row_sees_stays_out(
     backend, head_dim, page_size, layout, qo_len, window_left, split, value
 ):
-    """The requests before and after hold NaN or Inf, and so do the rest of every last page, and
-    keys below every row's window, whose pages the engine has given away. The first two rows have
-    no key."""
+    """NaN or Inf fill other requests, the rest of pages, and keys below every row's window."""
     how = {"page_size": page_size, "layout": layout, "fixed_split_size": split}
     lens = (4, qo_len, 3), (2, 631, 250)
     case = Case("near", *lens, 4, 2, head_dim, window_left=window_left, **CAUSAL, **how)

@@ -100,8 +100,7 @@ def test_captures_of_single_requests_that_are_refused(backend):
 
 @on_cases([CASE, SPLIT])
 def test_a_captured_run_replays_its_own_plan(backend, case):
-    """The graph has the plan of that time, and reads the numbers of the time of its replay. A
-    capture cannot wait for the plan's upload, which is waited for beforehand."""
+    """The graph has the plan of its capture, whose upload ends before, and later numbers."""
     other = build(DECODE, device="cuda")
     inputs = build(case, device="cuda", index_device="cpu")
     wrapper = runner.planned(inputs, backend=backend)

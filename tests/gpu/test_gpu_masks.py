@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Iterator
 
+import preflash
 import prepass_policy
 import pytest
 import torch
@@ -164,3 +165,17 @@ def test_masks_of_a_graph(backend, load):
             buffers["custom_mask_buf"][: bits.numel()].copy_(bits)
         graph.replay()
         runner.compare(inputs, *result).check()
+
+
+@pytest.mark.parametrize("bitorder", ["big", "little"])
+def test_packbits_equals_the_cpu(bitorder):
+    """Sizes fill a GPU."""
+    bits = torch.rand((1 << 25) + 3) < 0.5
+    lengths = torch.randint(0, 3000, (500,))
+    lengths[::7] = 0
+    ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    packed = preflash.packbits(bits.cuda(), bitorder)
+    segments = preflash.segment_packbits(bits[: ends[-1]].cuda(), ends.cuda(), bitorder)
+    expected = preflash.segment_packbits(bits[: ends[-1]], ends, bitorder)
+    assert torch.equal(packed.cpu(), preflash.packbits(bits, bitorder))
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(segments, expected, strict=True))

@@ -119,8 +119,7 @@ FIRST_COLUMN = {"num_qo_heads": 1, "num_kv_heads": 1, "sm_scale": 1.0}
 
 
 def one_request(qo_len: int, kv_len: int, first_column: float | None = None, **changes) -> tuple:
-    """Plans a request, of queries that are 0 but for their first column if that is given. Returns
-    the wrapper, its inputs, and the request's keys and values in them."""
+    """Plans a request; first_column: of queries that are 0 elsewhere. Returns its k and v, too."""
     lens = {"qo_lens": (qo_len,), "kv_lens": (kv_len,)}
     wrapper, inputs = planned(changed(mask=FULL, disable_split_kv=True, **lens, **changes))
     one = inputs.request(0)
@@ -170,8 +169,7 @@ def test_huge_logits_are_right_or_nan(sm_scale, return_lse):
 
 @pytest.mark.parametrize("kv_len", [1000, 8192, 40000])
 def test_outlier_channels(kv_len):
-    """Values of one sign: what the tensor core cuts off adds up. Without sums in float32 every
-    six tiles 40000 keys lose 2 % of them, without its row sums 1 %."""
+    """Values of one sign: without float32 sums every six tiles 40000 keys would lose 2 %."""
     wrapper, inputs, _, v = one_request(64, kv_len, num_qo_heads=2, num_kv_heads=1)
     values = torch.randn(v.shape) * 0.3
     values[..., ::7] += 6.0
@@ -187,8 +185,7 @@ def test_outlier_channels(kv_len):
 @pytest.mark.parametrize("logit", [6.0, 8.0, 10.0, 12.0, 14.0])
 @pytest.mark.parametrize("kv_len", [1500, 2300, 20000, 131072])
 def test_one_large_logit(kv_len, logit, key):
-    """Weights far below the largest one count: together they may outweigh it. References that stay
-    where the large one is lose 15 % of the output at 20000 keys."""
+    """Small weights together may outweigh the largest: lost ones would be 15 % at 20000 keys."""
     wrapper, inputs, k, v = one_request(40, kv_len, 1.0, **FIRST_COLUMN)
     logits, key = torch.randn(kv_len), max(key, -kv_len)
     logits[key] = logit
@@ -201,23 +198,6 @@ def test_one_large_logit(kv_len, logit, key):
     errors = (out.double() - reference(inputs).out) / 3
     # The output's roundoff, and up to six tiles of small weights, the same in every row.
     assert errors.abs().max() < 2.0**-8 + 0.016
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_dim": 192, "head_dim_vo": 128},
-        {"head_dim": 256},
-        {"soft_cap": 20.0},
-        {"mask": MaskKind.CUSTOM},
-        {"qo_lens": (1, 1, 1, 1), "head_scales": True},
-    ],
-    ids=str,
-)
-def test_the_rest_is_converted(changes):
-    wrapper, inputs = backends.planned(changed(**changes), "fa3")
-    assert "e4m3" not in wrapper.variant
-    check_run(wrapper, inputs)
 
 
 @pytest.mark.parametrize("page_size", [0, 1, 16])

@@ -169,12 +169,8 @@ def test_a_workspace_that_just_suffices(case, num_bytes):
     assert made.layout["float_bytes"] == num_bytes
 
 
-def test_good_cases_and_the_limits_themselves_pass():
+def test_the_limits_themselves_pass():
     for case in (
-        RAGGED,
-        PAGED,
-        MASKED,
-        RAGGED | {"window_left": LIMIT},
         ragged([LIMIT // 2], [LIMIT], num_qo_heads=4),
         long(mask_indptr=[0, LIMIT**2 // 8]),
         long(mask_indptr=[2**63 - 1 - LIMIT**2 // 8, 2**63 - 1]),

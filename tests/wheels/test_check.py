@@ -20,22 +20,25 @@ from processes import output_of
 ROOT = Path(__file__).resolve().parents[2]
 
 TAG = f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}"
-METADATA = "Metadata-Version: 2.1\nName: preflash\nVersion: 0.1.0+cu130\nRequires-Python: >=3.10\n"
+VERSION = "0.1.0+cu130"
 
 
-def packed(package: Path, directory: Path, tag: str = "linux_x86_64", *, lacks: str = "") -> Path:
+def packed(package, directory, tag="linux_x86_64", *, lacks="", version=VERSION) -> Path:
     """Packs a package as a wheel; lacks: a licence that is left out."""
     tag = tag if tag.startswith("py3") else f"{TAG}-{tag}"
-    wheel = directory / f"preflash-0.1.0+cu130-{tag}.whl"
+    wheel = directory / f"preflash-{version}-{tag}.whl"
     about = {f"licenses/{name}": "" for name in check.LICENSES if name != lacks}
-    about |= {"METADATA": METADATA, "RECORD": "", "WHEEL": f"Wheel-Version: 1.0\nTag: {tag}\n"}
+    about["METADATA"] = f"Metadata-Version: 2.1\nName: preflash\nVersion: {version}\n"
+    about["METADATA"] += "Requires-Python: >=3.10\n"
+    about["WHEEL"] = f"Wheel-Version: 1.0\nTag: {tag}\n"
     about["WHEEL"] += "Generator: test\nRoot-Is-Purelib: false\n"
+    about["RECORD"] = ""
     with zipfile.ZipFile(wheel, "w") as archive:
         for path in package.rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 archive.write(path, f"preflash/{path.relative_to(package)}")
         for name, text in about.items():
-            archive.writestr(f"preflash-0.1.0+cu130.dist-info/{name}", text)
+            archive.writestr(f"preflash-{version}.dist-info/{name}", text)
     return wheel
 
 

@@ -6,28 +6,20 @@ import functools
 import http.server
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import index
 import pytest
 from processes import finished
+from test_check import packed
 
 
 def wheel(directory: Path, version: str) -> Path:
-    """Writes a wheel that any Python takes, with one module that says its version."""
-    path = directory / f"preflash-{version}-py3-none-any.whl"
-    about = f"Name: preflash\nVersion: {version}\nRequires-Python: >=3.10\n"
-    tags = "Generator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("preflash.py", f"version = {version!r}\n")
-        for name, text in {
-            "METADATA": f"Metadata-Version: 2.1\n{about}",
-            "WHEEL": f"Wheel-Version: 1.0\n{tags}",
-            "RECORD": "",
-        }.items():
-            archive.writestr(f"preflash-{version}.dist-info/{name}", text)
-    return path
+    """Writes a wheel that any Python takes, of a package that knows its version."""
+    package = directory / version
+    package.mkdir()
+    (package / "__init__.py").write_text(f"version = {version!r}\n")
+    return packed(package, directory, "py3-none-any", version=version)
 
 
 @pytest.fixture
@@ -54,7 +46,7 @@ def test_pip_installs_the_cuda_version_of_the_folder(served, tmp_path):
     for local in ("cu129", "cu130"):
         run = pip_install(served, tmp_path, local)
         assert run.returncode == 0, run.stderr
-        text = (tmp_path / local / "preflash.py").read_text()
+        text = (tmp_path / local / "preflash" / "__init__.py").read_text()
         assert text == f"version = '0.1.0+{local}'\n"
 
 

@@ -336,13 +336,9 @@ def test_nothing_is_replaced(no_flashinfer, tmp_path, package, reason):
     assert {*sys.modules, "flashinfer"} == before
 
 
-def documented_blocks():
-    text = (ROOT / "docs" / "flashinfer.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
 def test_the_documented_sitecustomize_reaches_a_process(flashinfer, tmp_path):
-    (block,) = (b for b in documented_blocks() if b.startswith("# sitecustomize.py"))
+    text = (ROOT / "docs" / "flashinfer.md").read_text()
+    (block,) = re.findall(r"```python\n(# sitecustomize.py.*?)```", text, re.DOTALL)
     (tmp_path / "sitecustomize.py").write_text(block)
     code = "import serving_engine; print(serving_engine.merge.__module__)"
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
@@ -352,13 +348,6 @@ def test_the_documented_sitecustomize_reaches_a_process(flashinfer, tmp_path):
     )  # fmt: skip
     assert done.stdout.split() == ["preflash.cascade"]
     assert done.stderr.count("patch of flashinfer 9.8.7") == 1
-
-
-def test_the_documented_block_runs(flashinfer, capsys):
-    before = attributes()
-    exec(compile(documented_blocks()[0], "flashinfer.md", "exec"), {})
-    assert "preflash.decode.fast_decode_plan" in capsys.readouterr().out
-    assert attributes() == before
 
 
 @pytest.fixture(scope="module")
