@@ -44,8 +44,23 @@ std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
          ". What would work: a build with kernels of tile class \"compact\", or a smaller head_dim";
 }
 
+// The kernel that quantises queries of 16 bits, if the options allow it and one serves them; or
+// null.
+const ForwardKernel* find_quantizing_kernel(Family family, SegmentProblem problem,
+                                            const DeviceFacts& facts) {
+  if (!problem.quantizes_q || size_of(problem.q_dtype) != 2) return nullptr;
+  problem.q_dtype = problem.kv_dtype;  // what they become
+  const TileClass tile_class = choose_tile_class(problem, traits_of(family));
+  const ForwardKernel* kernel =
+      Registry::instance().find(variant_of(problem, family, tile_class)).kernel;
+  return kernel != nullptr && kernel->quantizes_q && fits(*kernel, facts) ? kernel : nullptr;
+}
+
 // The wanted tile class, or a smaller one where the device's shared memory ends before.
 FoundKernel find_kernel(Family family, const SegmentProblem& problem, const DeviceFacts& facts) {
+  if (const ForwardKernel* kernel = find_quantizing_kernel(family, problem, facts)) {
+    return {.kernel = kernel};
+  }
   TileClass wanted = choose_tile_class(problem, traits_of(family));
   FoundKernel found;
   for (TileClass tile_class : {wanted, TileClass::kDecode, TileClass::kCompact}) {

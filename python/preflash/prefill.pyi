@@ -39,8 +39,8 @@ def single_prefill_with_kv_cache(
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
     batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-    enable_pdl: bool | None = None, return_lse: Literal[False] = False, lse_base: str = "log2",
-    lse_layout: str = "NH",
+    q_quantization: str = "none", enable_pdl: bool | None = None,
+    return_lse: Literal[False] = False, lse_base: str = "log2", lse_layout: str = "NH",
 ) -> torch.Tensor: ...
 @overload
 def single_prefill_with_kv_cache(
@@ -57,8 +57,8 @@ def single_prefill_with_kv_cache(
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
     batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-    enable_pdl: bool | None = None, return_lse: Literal[True], lse_base: str = "log2",
-    lse_layout: str = "NH",
+    q_quantization: str = "none", enable_pdl: bool | None = None, return_lse: Literal[True],
+    lse_base: str = "log2", lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def single_prefill_with_kv_cache(
@@ -75,8 +75,8 @@ def single_prefill_with_kv_cache(
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
     batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-    enable_pdl: bool | None = None, return_lse: bool, lse_base: str = "log2",
-    lse_layout: str = "NH",
+    q_quantization: str = "none", enable_pdl: bool | None = None, return_lse: bool,
+    lse_base: str = "log2", lse_layout: str = "NH",
 ) -> Result: ...
 
 @overload
@@ -94,8 +94,8 @@ def single_prefill_with_kv_cache_return_lse(
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
     batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-    enable_pdl: bool | None = None, return_lse: Literal[True] = True, lse_base: str = "log2",
-    lse_layout: str = "NH",
+    q_quantization: str = "none", enable_pdl: bool | None = None, return_lse: Literal[True] = True,
+    lse_base: str = "log2", lse_layout: str = "NH",
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def single_prefill_with_kv_cache_return_lse(
@@ -112,8 +112,8 @@ def single_prefill_with_kv_cache_return_lse(
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
     batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-    enable_pdl: bool | None = None, return_lse: Literal[False], lse_base: str = "log2",
-    lse_layout: str = "NH",
+    q_quantization: str = "none", enable_pdl: bool | None = None, return_lse: Literal[False],
+    lse_base: str = "log2", lse_layout: str = "NH",
 ) -> torch.Tensor: ...
 @overload
 def single_prefill_with_kv_cache_return_lse(
@@ -130,8 +130,8 @@ def single_prefill_with_kv_cache_return_lse(
     q_scale: float | torch.Tensor | None = None, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, backend: str = "auto",
     batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-    enable_pdl: bool | None = None, return_lse: bool, lse_base: str = "log2",
-    lse_layout: str = "NH",
+    q_quantization: str = "none", enable_pdl: bool | None = None, return_lse: bool,
+    lse_base: str = "log2", lse_layout: str = "NH",
 ) -> Result: ...
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -160,10 +160,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
         batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
-        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        q_quantization: str = "none", seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> None: ...
@@ -181,10 +182,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
         batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
-        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        q_quantization: str = "none", seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> None: ...
@@ -202,10 +204,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         o_data_type: str | torch.dtype | None = None, o_dtype: str | torch.dtype | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
         batch_invariant: bool = False, use_fp16_qk_reduction: bool | None = None,
-        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
-        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        q_quantization: str = "none", seq_lens: torch.Tensor | None = None,
+        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> tuple[int, int]: ...
@@ -330,10 +333,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         head_dim_vo: int | None = None, o_data_type: str | torch.dtype | None = None,
         o_dtype: str | torch.dtype | None = None, fixed_split_size: int | None = None,
         disable_split_kv: bool = False, batch_invariant: bool = False, non_blocking: bool = True,
-        use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        use_fp16_qk_reduction: bool | None = None, q_quantization: str = "none",
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> None: ...
@@ -350,10 +354,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         head_dim_vo: int | None = None, o_data_type: str | torch.dtype | None = None,
         o_dtype: str | torch.dtype | None = None, fixed_split_size: int | None = None,
         disable_split_kv: bool = False, batch_invariant: bool = False, non_blocking: bool = True,
-        use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        use_fp16_qk_reduction: bool | None = None, q_quantization: str = "none",
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> None: ...
@@ -370,10 +375,11 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         head_dim_vo: int | None = None, o_data_type: str | torch.dtype | None = None,
         o_dtype: str | torch.dtype | None = None, fixed_split_size: int | None = None,
         disable_split_kv: bool = False, batch_invariant: bool = False, non_blocking: bool = True,
-        use_fp16_qk_reduction: bool | None = None, seq_lens: torch.Tensor | None = None,
-        lengths_are_upper_bounds: bool = False, seq_lens_q: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
-        uniform_q_len: int | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        use_fp16_qk_reduction: bool | None = None, q_quantization: str = "none",
+        seq_lens: torch.Tensor | None = None, lengths_are_upper_bounds: bool = False,
+        seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, uniform_q_len: int | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
         token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
         max_item_len_ptr: torch.Tensor | None = None,
     ) -> tuple[int, int]: ...

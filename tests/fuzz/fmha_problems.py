@@ -13,8 +13,8 @@ import random
 import preflash
 import torch
 from preflash import _core
-from preflash.testing import comparison, runner
-from preflash.testing.inputs import PAD_COLUMNS
+from preflash.testing import comparison
+from preflash.testing.inputs import PAD_COLUMNS, PRODUCTS_OF_8_BITS
 from preflash.testing.oracle import Expected, Pipeline, alibi_slopes, attend, concatenate
 
 from .random_cases import Limits, drawn, random_fields
@@ -140,7 +140,7 @@ class FmhaInputs:
     @property
     def in_8_bits(self) -> bool:
         """True if the kernel multiplied in 8 bits."""
-        return self.variant.startswith(runner.PRODUCTS_OF_8_BITS)
+        return self.variant.startswith(PRODUCTS_OF_8_BITS)
 
     def expected(self) -> Expected:
         return concatenate([attend(*request, self.case.pipeline) for request in self.requests])

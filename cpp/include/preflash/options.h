@@ -51,6 +51,8 @@ struct AttentionOptions {
   DType o_dtype = DType::kFloat16;
 
   bool causal = false;  // ignored by callers when a custom mask is given
+  // Queries of 16 bits over e4m3 keys may be rounded to e4m3, each row times a power of two.
+  bool quantizes_q = false;
   std::int32_t window_left = -1;
   std::int32_t chunk_size = 0;  // MaskBounds::chunk_size
   Mask mask = Mask::kBounds;

@@ -99,6 +99,8 @@ struct ForwardKernel {
   // batch-invariant plans then align query tiles (QueryGrid).
   bool aligns_query_tiles = false;
   Tracing tracing = Tracing::kNone;
+  // True if queries of 16 bits become e4m3 on their way (AttentionOptions::quantizes_q).
+  bool quantizes_q = false;
 
   // Returns the tile shape for one of the launch's segments.
   const TileShape& tile_of(int segment) const {
@@ -131,6 +133,6 @@ struct KernelLibrary {
   ForwardLaunch launch_segments = nullptr;
 };
 
-inline constexpr int kKernelAbiVersion = 17;
+inline constexpr int kKernelAbiVersion = 18;
 
 }  // namespace preflash

@@ -19,6 +19,7 @@ struct DecodeTraits {
 
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   static constexpr bool kTakes8Bits = kConverts;
+  static constexpr bool kQuantizesQ = false;
   static constexpr int kRowSumColumns = 0;
   static constexpr bool kAlignsQueryTiles = false;
   static_assert(!kConverts || kProducts == DType::kFloat16, "8 bits dequantize to float16");

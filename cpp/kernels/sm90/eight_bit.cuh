@@ -12,6 +12,7 @@
 #pragma once
 
 #include "kernels/common/matrices.cuh"
+#include "kernels/sm90/load_query.cuh"
 #include "kernels/sm90/mma.cuh"
 #include "kernels/sm90/speculative_softmax.cuh"
 #include "kernels/sm90/work_items.cuh"
@@ -272,30 +273,47 @@ CUTE_DEVICE void fill_row_sum_columns(SharedStorage<Traits>& smem) {
   }
 }
 
-// One warpgroup transposes all tiles of a CTA's items.
+// One warpgroup transposes all tiles of a CTA's items, and quantises Q of 16 bits.
 template <class Traits>
-CUTE_DEVICE void transpose_values(SharedStorage<Traits>& smem) {
+CUTE_DEVICE void transpose_values(const HopperSegment& segment, SharedStorage<Traits>& smem) {
   fill_row_sum_columns(smem);  // the first tile's fence and arrivals publish them, too
   const VTransposer<Traits> transposer(threadIdx.x % kWarpgroupThreads / 32, lane_id());
+  QueryQuantizer<Traits> query{smem, segment.q_dtype};
   ItemReader<Traits> items{smem};
   ProducerPipelineState<Traits::kStages> next;  // of both rings
-  while (const ItemState* state = items.wait()) {
+  auto read_item = [&] {
+    const ItemState* state = items.wait();
+    if (state == nullptr) return 0;
     const int tiles = warp_uniform(state->tiles.count());
+    if constexpr (Traits::kQuantizesQ) query.quantize(warp_uniform(state->num_rows));
     items.release();
+    return tiles;
+  };
+  // With TMA the next item is read, and its Q quantised, behind an item's first tile. NOTE:
+  // gathering warps load that Q behind the item's last tile.
+  const bool reads_ahead = Traits::kQuantizesQ && segment.box.kv_rows > 0;
+  constexpr int kUnread = -1;
+  int tiles = 0, next_tiles = kUnread;  // left of this item; of the next one
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
-      const int stage = next.index();
-      smem.raw_ring.full[stage].wait(next.phase());
-      smem.barriers.v.empty[stage].wait(next.phase() ^ 1);
-      transposer.transpose(
-          cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
-          cast_smem_ptr_to_uint(smem.v + stage * VTransposer<Traits>::kTileBytes), [&] {
-            __syncwarp();
-            release(smem.raw_ring.empty[stage]);
-          });
-      publish_writes(smem.barriers.v.full[stage]);
-      next.advance();
+  for (;;) {
+    if (next_tiles == kUnread && (tiles == 0 || reads_ahead)) next_tiles = read_item();
+    if (tiles == 0) {
+      if (next_tiles == 0) return;
+      tiles = next_tiles;
+      next_tiles = kUnread;
     }
+    const int stage = next.index();
+    smem.raw_ring.full[stage].wait(next.phase());
+    smem.barriers.v.empty[stage].wait(next.phase() ^ 1);
+    transposer.transpose(cast_smem_ptr_to_uint(smem.raw + stage * Traits::kTileN * Traits::kRowVo),
+                         cast_smem_ptr_to_uint(smem.v + stage * VTransposer<Traits>::kTileBytes),
+                         [&] {
+                           __syncwarp();
+                           release(smem.raw_ring.empty[stage]);
+                         });
+    publish_writes(smem.barriers.v.full[stage]);
+    next.advance();
+    --tiles;
   }
 }
 

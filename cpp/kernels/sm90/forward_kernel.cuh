@@ -74,11 +74,13 @@ using LoadedTile =
 template <class Traits>
 using LoadedSlice = conditional_t<Traits::kConverts, RawSlice<Traits>, SliceWriter<Traits>>;
 
-// Warps that load by TMA: one for each operand, or some that take turns at slices.
+// Warps that load K and V by TMA: one for each operand, or some that take turns at slices. The next
+// warp announces the items.
 template <class Traits>
 inline constexpr int kLoaders = Traits::kSliced ? LoadedSlice<Traits>::kLoaders : 2;
 
-// One warp announces a CTA's items; others load them. The first one loads Q.
+// One warp announces a CTA's items; others load them. The first one loads Q, unless it is
+// quantised: then one more warp does, an item ahead.
 template <class Traits>
 CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Traits>& smem, int begin,
                              int end) {
@@ -86,9 +88,15 @@ CUTE_DEVICE void produce_tma(const ParamsOf<Traits>& params, SharedStorage<Trait
   const int warp = cutlass::canonical_warp_idx_sync();
   QLoader<Traits> q{params, smem};
   auto load_q = [&](const ItemState& state) {
-    if (warp == 0) q.load(state);
+    if (warp == 0 && !Traits::kQuantizesQ) q.load(state);
   };
-  if (warp == kLoaders<Traits>) {
+  if (Traits::kQuantizesQ && warp == kLoaders<Traits> + 1) {
+    ItemReader<Traits> items{smem};
+    while (const ItemState* state = items.wait()) {
+      q.load(*state);
+      items.release();
+    }
+  } else if (warp == kLoaders<Traits>) {
     Announcer<Traits> announcer{params, smem, begin, end};
     while (!announcer.done()) {
       announcer.announce_item();
@@ -171,14 +179,15 @@ CUTE_DEVICE void init_barriers(const HopperSegment& segment, SharedStorage<Trait
   const int loads = gather ? kWarpgroupWarps : 1;
   const int converters = loads_raw<Traits>(segment) ? kWarpgroupWarps : Traits::kProducerWarps;
   const int producers = Traits::kConverts ? converters : loads;
-  const int first_warps = gather ? kWarpgroupWarps : kLoaders<Traits>;
+  const int first_warps = gather ? kWarpgroupWarps : kLoaders<Traits> + Traits::kQuantizesQ;
   const int loading_warps = first_warps + Traits::kProducerWarps - kWarpgroupWarps;
   constexpr int kConsumers = Traits::kConsumerWarps;
-  barriers.q.init(1, kConsumers);
+  barriers.q.init(Traits::kQuantizesQ ? kWarpgroupWarps : 1, kConsumers);
   barriers.k.init(producers, kConsumers);
   barriers.v.init(Traits::kTransposesV ? kWarpgroupWarps : producers, kConsumers);
   barriers.item.init(1, Traits::kConsumerThreads + loading_warps * 32);
   if constexpr (Traits::kTransposesV) smem.raw_ring.init(producers, kWarpgroupWarps);
+  if constexpr (Traits::kQuantizesQ) smem.raw_q.ring.init(1, kWarpgroupWarps);
   if constexpr (Traits::kConverts) {
     conversion_of(smem).ring.init(gather ? kWarpgroupThreads : 1, kWarpgroupWarps);
   }
@@ -232,7 +241,7 @@ __global__ void __launch_bounds__(ForwardTraits<V>::kThreads, V::kTile.ctas_per_
     }
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if constexpr (Traits::kTransposesV) {
-      if (warpgroup == 1) return transpose_values(smem);
+      if (warpgroup == 1) return transpose_values(params.segments[0], smem);
     }
     produce(params, smem, begin, end, gather);
   } else {

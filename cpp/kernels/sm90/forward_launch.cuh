@@ -66,11 +66,23 @@ template <class V>
 struct WithoutLse : V {
   static constexpr bool kWithoutLse = true;
 };
+// The variant for queries of 16 bits, if it has one.
+template <class V>
+struct QuantizingQ : V {
+  static constexpr bool kQuantizesQ = true;
+};
+template <class Traits>
+inline constexpr bool kMayQuantizeQ = Traits::kTransposesV && Traits::kHeadQk == 128;
 
 template <class V>
 LaunchError launch_forward(const ForwardParams& params, int num_ctas, const LaunchTarget& target) {
   using Traits = ForwardTraits<V>;
   static_assert(kSmemBytes<V> <= kMaxSharedBytes);
+  if constexpr (kMayQuantizeQ<Traits> && !Traits::kQuantizesQ) {
+    if (size_of(params.segments[0].q_dtype) == 2) {
+      return launch_forward<QuantizingQ<V>>(params, num_ctas, target);
+    }
+  }
   auto hopper = ParamsOf<Traits>::make(params);
   const char* refusal = nullptr;
   for (int s = 0; s < Traits::kSegments && refusal == nullptr; ++s) {
@@ -116,6 +128,10 @@ ForwardKernel forward_kernel_entry() {
     entry.launch = &launch_forward<V>;
     entry.ctas_per_item = Traits::kClusterSize;
     entry.aligns_query_tiles = Traits::kAlignsQueryTiles;
+    if constexpr (kMayQuantizeQ<Traits>) {
+      entry.quantizes_q = true;
+      entry.smem_bytes = std::max(entry.smem_bytes, kSmemBytes<QuantizingQ<V>>);
+    }
     if constexpr (Traits::kHasMaskBits) entry.mask_tile_use = MaskTileUse::kUsed;
     if constexpr (Traits::kSegments == 2) entry.second_tile = V::kSecondTile;
   }

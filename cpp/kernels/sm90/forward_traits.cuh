@@ -34,6 +34,8 @@ struct ForwardTraits {
   static constexpr bool kConverts = kVariant.load == Load::kConverted;
   // True if 8-bit operands are multiplied as stored, with V transposed (eight_bit.cuh).
   static constexpr bool kTransposesV = size_of(kVariant.q_dtype) == 1;
+  // True if Q arrives in 16 bits and becomes e4m3 on its way (QueryQuantizer).
+  static constexpr bool kQuantizesQ = requires { V::kQuantizesQ; };
   // True if a row's O is added up in groups of tiles that begin with its query tile's first one
   // (eight_bit.cuh). A query tile begins in one of two tiles of keys (begins_late()).
   static constexpr bool kAlignsQueryTiles = kTransposesV;
@@ -163,7 +165,9 @@ struct ForwardTraits {
       kTransposesV
           ? kStages * kTileN * kRowVo + kConsumerThreads * kSharedSums * int{sizeof(float4)}
           : 0;
-  static constexpr int kBytesBesideQ = kStages * kBytesKv + kBytesV + kBytesO + kOtherBytes;
+  static constexpr int kBytesRawQ = kQuantizesQ ? kTileM * kHeadQk * 2 : 0;
+  static constexpr int kBytesBesideQ =
+      kStages * kBytesKv + kBytesV + kBytesRawQ + kBytesO + kOtherBytes;
   static constexpr int kQStages =
       !kConverts && 2 * kBytesQ + kBytesBesideQ <= kMaxSharedBytes ? 2 : 1;
 

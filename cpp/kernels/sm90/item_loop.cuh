@@ -139,7 +139,7 @@ struct ItemLoop {
   CUTE_DEVICE void finish_scores(const First& s) {
     scores.finish(at(s.item)(s.tile), mma);
     mask.apply(s.item, s.tile, at(s.item), mma, s.ahead);
-    softmax.begin(mma, scores.bias.shift(s.tile), segment(s.item));
+    softmax.begin(mma, scores.shift(s.tile), segment(s.item));
     mma.begin_item(smem.items[s.item.slot]);
   }
   CUTE_DEVICE void finish_scores(const Later& s) {
@@ -147,16 +147,16 @@ struct ItemLoop {
     static_assert(Traits::kVariant.sparsity == Sparsity::kDense ||
                   is_same_v<SoftmaxOf<Traits>, SpeculativeSoftmax>);
     scores.finish(segment(s.item), mma);
-    softmax.before_o(mma, scores.bias.shift(s.tile), segment(s.item), mask_of(s));
+    softmax.before_o(mma, scores.shift(s.tile), segment(s.item), mask_of(s));
   }
 
   // P of S, unless the tile is skipped.
   CUTE_DEVICE void exponentiate(const First& s) {
-    softmax.update(mma, scores.bias.shift(s.tile), segment(s.item));
+    softmax.update(mma, scores.shift(s.tile), segment(s.item));
   }
   CUTE_DEVICE void exponentiate(const Later& s) {
     if (mask.skips()) return;
-    softmax.update(mma, scores.bias.shift(s.tile), segment(s.item), mask_of(s));
+    softmax.update(mma, scores.shift(s.tile), segment(s.item), mask_of(s));
   }
 
   // O has the P V of every tile before the one that S is of.
@@ -259,11 +259,11 @@ struct ItemLoop {
 
   CUTE_DEVICE First wait_for_q(const Item& item, const Ahead& ahead) {
     const First first{item, ahead, mask.take_first(item)};
-    query(item).arrive(mma.q_read);
+    query(item).arrive();
     return first;
   }
   CUTE_DEVICE QueryOf<Traits> query(const Item& item) const {
-    return {segment(item), smem, smem.items[item.slot], warpgroup, thread};
+    return {segment(item), smem, smem.items[item.slot], mma.q_read, warpgroup, thread};
   }
   // Beside an item's first products.
   CUTE_DEVICE void begin_scores(const Item& item, Transition& transition) {

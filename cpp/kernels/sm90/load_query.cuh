@@ -1,6 +1,6 @@
-// Conversion of 64 rows of an item's Q, which a producer loads as stored (load_tma.cuh), to the
-// operand of a consumer warpgroup: policies, of which QueryOf is the variant's. After arrive() the
-// products may read the rows.
+// Conversion of an item's Q, which a producer loads as stored (load_tma.cuh), to the operand of the
+// consumer warpgroups. Policies, of which QueryOf is the variant's, have 64 rows each: after
+// arrive() the products may read them. QueryQuantizer is run by a producer warpgroup.
 #pragma once
 
 #include "kernels/common/lane_angles.cuh"
@@ -15,19 +15,20 @@ struct ArrivingQuery {
   const HopperSegment& params;
   SharedStorage<Traits>& smem;
   const ItemState& state;
+  const ConsumerPipelineState<Traits::kQStages>& read;
   int warpgroup;  // among consumers
   int thread;     // of the warpgroup
 
-  CUTE_DEVICE void arrive(const auto& q_read) const {
-    await(q_read);
-    multiply(params.logits.q_factor, q_read.index());
+  CUTE_DEVICE void arrive() const {
+    await();
+    multiply(params.logits.q_factor);
   }
   // The factor of the scores of a thread's row r.
   CUTE_DEVICE static float scale(const auto&, int) { return 1.0f; }
 
  protected:
-  CUTE_DEVICE void await(const auto& q_read) const {
-    smem.barriers.q.full[q_read.index()].wait(q_read.phase());
+  CUTE_DEVICE void await() const {
+    smem.barriers.q.full[read.index()].wait(read.phase());
     order_memory_accesses();
   }
   // The warpgroup has written its rows.
@@ -39,15 +40,88 @@ struct ArrivingQuery {
 
  private:
   // sm_scale <= 0 is applied through Q's sign (LogitsParams).
-  CUTE_DEVICE void multiply(const float& factor, int stage) const {
+  CUTE_DEVICE void multiply(const float& factor) const {
     if (factor == 1.0f) return;
     using Element = typename Traits::ElementQ;
     Tensor sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::LayoutQ{});
     for (int i = thread; i < kWarpgroupRows * Traits::kHeadQk; i += kWarpgroupThreads) {
-      Element& q = sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, stage);
+      Element& q =
+          sQ(warpgroup * kWarpgroupRows + i / Traits::kHeadQk, i % Traits::kHeadQk, read.index());
       q = static_cast<Element>(static_cast<float>(q) * factor);
     }
     publish();
+  }
+};
+
+// Rows that a producer has quantised.
+template <class Traits>
+struct QuantizedQuery : ArrivingQuery<Traits> {
+  CUTE_DEVICE float scale(const auto& of_item, int r) const {
+    return this->smem.raw_q.factors[this->read.index()][of_item.row(r)];
+  }
+};
+
+// Makes e4m3 of an item's Q of 16 bits. Each row is multiplied by a power of two, and its scores by
+// the inverse: e4m3 keeps four bits of each element above 2^-15 of the row's largest.
+template <class Traits>
+struct QueryQuantizer {
+  static constexpr int kLanes = 8;  // to a row; each has eight columns of either half
+  static constexpr int kRowsAtOnce = 32 / kLanes;
+  static constexpr int kWarpRows = Traits::kTileM / kWarpgroupWarps;
+  static_assert(!Traits::kQuantizesQ || Traits::kHeadQk == 2 * kLanes * 8);
+
+  SharedStorage<Traits>& smem;
+  DType stored;
+  ProducerPipelineState<Traits::kQStages> next = {};
+
+  CUTE_DEVICE void quantize(int num_rows) {
+    const ProducerPipelineState<1> raw{next.count};
+    smem.raw_q.ring.full[0].wait(raw.phase());
+    smem.barriers.q.empty[next.index()].wait(next.phase() ^ 1);
+    if (stored == DType::kFloat16) {
+      quantize_from<DType::kFloat16>(num_rows);
+    } else {
+      quantize_from<DType::kBFloat16>(num_rows);
+    }
+    publish_writes(smem.barriers.q.full[next.index()]);
+    release(smem.raw_q.ring.empty[0]);
+    next.advance();
+  }
+
+ private:
+  template <DType kFrom>
+  CUTE_DEVICE void quantize_from(int num_rows) const {
+    auto* from = reinterpret_cast<unsigned char*>(smem.raw_q.rows);
+    auto* to = reinterpret_cast<unsigned char*>(smem.q) + next.index() * Traits::kBytesQ;
+    const int lane = lane_id() % kLanes;
+    const int first = threadIdx.x % kWarpgroupThreads / 32 * kWarpRows;
+#pragma unroll 1
+    for (int pass = first; pass < min(first + kWarpRows, num_rows); pass += kRowsAtOnce) {
+      const int row = pass + lane_id() / kLanes;
+      FourFloats four[2][2];  // of each half
+      float maximum = 0.0f;
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const auto* eight = reinterpret_cast<const uint4*>(
+            from + swizzled<Traits::kTileM>(row, half * 64 + lane * 8));
+        four[half][0] = FourFloats::of<kFrom>(uint2{eight->x, eight->y});
+        four[half][1] = FourFloats::of<kFrom>(uint2{eight->z, eight->w});
+        maximum = fmaxf(maximum, fmaxf(four[half][0].maximum(), four[half][1].maximum()));
+      }
+      CUTE_UNROLL
+      for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, lanes));
+      }
+      const float factor = e4m3_factor(maximum);
+      if (lane == 0) smem.raw_q.factors[next.index()][row] = inverse_power(factor);
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        for (FourFloats& x : four[half]) x.multiply(factor);
+        // In units of 16 bits, a row of e4m3 is one of half as many columns.
+        *reinterpret_cast<uint2*>(to + swizzled<Traits::kTileM>(row, half * 32 + lane * 4)) =
+            uint2{four[half][0].e4m3(), four[half][1].e4m3()};
+      }
+    }
   }
 };
 
@@ -68,8 +142,8 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
   static constexpr int kBatch = std::min(8 / kTurns, kWarpRows / kRowsAtOnce);  // rows of a lane
   static_assert(Traits::kQStages == 1 && kWarpRows % (kRowsAtOnce * kBatch) == 0);
 
-  CUTE_DEVICE void arrive(const auto& q_read) const {
-    this->await(q_read);
+  CUTE_DEVICE void arrive() const {
+    this->await();
     if (Traits::kWidens && params.q_dtype == DType::kFloat8E4M3) {
       convert<DType::kFloat8E4M3>();
     } else if (Traits::narrows_query(params.q_dtype)) {
@@ -200,9 +274,9 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
     CUTE_UNROLL
     for (int i = 0; i < kGroup; ++i) {
       const float factor = narrowing_factor(maxima[i]);
-      // Exact, of a power of two.
-      const float inverse = __uint_as_float(0x7f000000u - __float_as_uint(factor));
-      if (lane == 0) conversion_of(smem).query_scale[first_row + i * kRowsAtOnce] = inverse;
+      if (lane == 0) {
+        conversion_of(smem).query_scale[first_row + i * kRowsAtOnce] = inverse_power(factor);
+      }
       factors[i] *= factor;
     }
   }
@@ -215,6 +289,8 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
 };
 
 template <class Traits>
-using QueryOf = conditional_t<Traits::kConverts, ConvertedQuery<Traits>, ArrivingQuery<Traits>>;
+using QueryOf = conditional_t<
+    Traits::kConverts, ConvertedQuery<Traits>,
+    conditional_t<Traits::kQuantizesQ, QuantizedQuery<Traits>, ArrivingQuery<Traits>>>;
 
 }  // namespace preflash::sm90

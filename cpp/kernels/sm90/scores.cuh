@@ -178,11 +178,15 @@ using ScoreBias = conditional_t<Traits::kBiasByProduct, AlibiProduct<Traits>,
 template <class Traits>
 struct Scores {
   using Coordinates = ScoreCoordinates<Traits>;
+  // True if factors above 0 are left to the exponents. Where most are 1 their registers would cost
+  // more: e4m3 queries lose 1 to 3 % of short rows (docs/dev/experiments/fp8-products.md).
+  static constexpr bool kScales = Traits::kQuantizesQ;
 
   ScoreBias<Traits> bias;
-  // Factors of heads, with 8-bit queries and keys, and the powers of two of narrowed rows of Q.
+  // Factors of heads, with 8-bit queries and keys, and the powers of two of rows of Q that were
+  // narrowed or quantised.
   float factor[Coordinates::kRows];
-  bool any_factor;  // a factor of the warp is not 1
+  bool multiplies;  // the scores of the warp, before the mask
 
   CUTE_DEVICE static Scores of(const Coordinates& of_item, const auto& query) {
     Scores scores{ScoreBias<Traits>::of(of_item)};
@@ -196,15 +200,28 @@ struct Scores {
           scores.factor[r] *= __ldg(extras.scale_q + of_item.head(r));
         }
       });
-      scores.any_factor =
-          __any_sync(0xffffffffu, scores.factor[0] != 1.0f || scores.factor[1] != 1.0f);
+      bool multiplies = false;
+      for_rows([&](int r) {
+        // NaN multiplies.
+        multiplies |= kScales ? !(scores.factor[r] > 0.0f) : scores.factor[r] != 1.0f;
+      });
+      scores.multiplies = __any_sync(0xffffffffu, multiplies);
     }
     return scores;
   }
 
+  // What all of a thread's scores of a row lack.
+  CUTE_DEVICE auto shift(int tile) const {
+    if constexpr (kScales) {
+      return RowFactor{multiplies ? 1.0f : factor[0], multiplies ? 1.0f : factor[1]};
+    } else {
+      return bias.shift(tile);
+    }
+  }
+
   CUTE_DEVICE void multiply(auto&& scores) const {
     if constexpr (Traits::kTakes8Bits) {
-      if (any_factor) for_each_element(scores, [&](int r, int, float& x) { x *= factor[r]; });
+      if (multiplies) for_each_element(scores, [&](int r, int, float& x) { x *= factor[r]; });
     }
   }
   // mma: S, to which issue_bias() adds while the products run.

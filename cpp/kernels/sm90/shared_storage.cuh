@@ -161,6 +161,14 @@ struct TransposeStorage<Traits, true> {
   Ring<Traits::kStages> raw_ring;
 };
 
+// Q as it arrives where it is quantised, and the factors of its rows' scores (load_query.cuh).
+template <class Traits>
+struct RawQuery {
+  alignas(1024) std::uint16_t rows[Traits::kTileM * Traits::kHeadQk];
+  float factors[Traits::kQStages][Traits::kTileM];
+  Ring<1> ring;
+};
+
 template <class Traits>
 struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeStorage<Traits> {
   using ElementO = typename Traits::ElementO;
@@ -177,6 +185,7 @@ struct SharedStorage : KvBuffers<Traits>, ConversionStorage<Traits>, TransposeSt
   conditional_t<Traits::kSliced, SliceState<Traits>, Nothing> slice;
   conditional_t<Traits::kHasMaskBits, MaskTileSlots<Traits>, Nothing> kept;
   conditional_t<Traits::kBiasByProduct, typename Traits::BiasSteps, Nothing> bias_steps;
+  conditional_t<Traits::kQuantizesQ, RawQuery<Traits>, Nothing> raw_q;
 };
 
 template <class Traits>

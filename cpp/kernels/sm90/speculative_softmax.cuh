@@ -26,8 +26,8 @@ CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
   }
 }
 
-// Bias that all of a thread's scores of a row lack, in units of x: it is folded into the exponents'
-// origin. NoShift: no such bias.
+// What all of a thread's scores of a row lack, folded into the exponents: a bias in units of x, a
+// factor above 0, or nothing.
 struct RowShift {
   float row[2];
 
@@ -35,6 +35,7 @@ struct RowShift {
   CUTE_DEVICE float origin(int r, float origin, float scale_log2) const {
     return fmaf(-row[r], scale_log2, origin);
   }
+  CUTE_DEVICE static float scale(int, float scale_log2) { return scale_log2; }
   // Adds the bias to the row's lse, and the sum's rounding error to the low part, unless the low
   // part is to be the logarithm of the weights alone.
   CUTE_DEVICE void add_to(int r, PartialLse& lse, float scale_log2, LseForm form) const {
@@ -52,7 +53,15 @@ struct RowShift {
 struct NoShift {
   CUTE_DEVICE static float add_to(int, float x) { return x; }
   CUTE_DEVICE static float origin(int, float origin, float) { return origin; }
+  CUTE_DEVICE static float scale(int, float scale_log2) { return scale_log2; }
   CUTE_DEVICE static void add_to(int, PartialLse&, float, LseForm) {}
+};
+struct RowFactor {
+  float row[2];
+
+  CUTE_DEVICE float add_to(int r, float x) const { return x * row[r]; }
+  CUTE_DEVICE static float origin(int, float origin, float) { return origin; }
+  CUTE_DEVICE float scale(int r, float scale_log2) const { return scale_log2 * row[r]; }
 };
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {
@@ -166,8 +175,9 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
     constexpr int kExponent = kWord == 4 ? exponent_of(DType::kFloat8E4M3) : 0;
     Tensor words = recast<cutlass::Array<Element, kWord>>(p);
     cutlass::NumericArrayConverter<Element, float, kWord> convert;
-    float offset[kRows];
+    float offset[kRows], scale[kRows];
     for_rows([&](int r) {
+      scale[r] = shift.scale(r, scale_log2);
       offset[r] = shift.origin(r, scaled_reference(row_max_ref[r], scale_log2), scale_log2);
       if (kExponent != 0) offset[r] -= kExponent;
       tile_sum[r] = 0.0f;
@@ -178,7 +188,7 @@ struct SpeculativeSoftmax : OnlineSoftmax<2> {
         cutlass::Array<float, kWord> x;
         CUTE_UNROLL
         for (int i = 0; i < kWord; ++i) {
-          x[i] = exp2_of(c + i, fmaf(scores(r, c + i), scale_log2, -offset[r]));
+          x[i] = exp2_of(c + i, fmaf(scores(r, c + i), scale[r], -offset[r]));
           tile_sum[r] += x[i];
         }
         words(c / kWord * kRows + r) = convert(x);

@@ -95,6 +95,11 @@ def invariance(name: str, value: Any) -> bool:
     return flag(name, value) or ALWAYS_INVARIANT
 
 
+def q_quantization(name: str, value: Any) -> bool:
+    """Returns True if queries may be rounded to 8 bits."""
+    return one_of(name, value, ("none", "row")) == "row"
+
+
 def window_left(name: str, value: Any) -> int:
     """-1: no window. A window wider than the longest possible request is cut to that."""
     return min(size(name, value, "window_left"), LARGEST_WINDOW)

@@ -126,7 +126,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchPrefillWrapper, PagedEngineAttrib
             packed_custom_mask: the same in bits, every request starting on a byte
                 (`segment_packbits(..., bitorder="little")`). Takes precedence over custom_mask.
             causal, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale,
-            rope_theta, allow_fp16_qk_reduction, use_fp16_qk_reduction: as in
+            rope_theta, allow_fp16_qk_reduction, use_fp16_qk_reduction, q_quantization: as in
             single_prefill_with_kv_cache.
             q_data_type, kv_data_type, o_data_type, o_dtype: dtypes of q, of k and v (q's by
                 default), and of the output, as in single_prefill_with_kv_cache.

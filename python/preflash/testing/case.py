@@ -106,6 +106,7 @@ class Case:
     kv_dtype: torch.dtype | None = None  # None: q's
     o_dtype: torch.dtype | None = None  # None: q's, bfloat16 for q of 8 bits
     head_scales: bool = False  # run() gets per-head factors of the fp8 tensors
+    q_quantization: str = "none"  # of plan()
 
     def __post_init__(self) -> None:
         if len(self.qo_lens) != len(self.kv_lens):
@@ -177,6 +178,7 @@ class Case:
             f"s{self.rope_scale or 1:g}t{self.rope_theta or 1e4:g}": rotated,
             f"sinks_{self.sinks.value}": self.sinks is not Sinks.NONE,
             "scales": self.head_scales,
+            f"q_by_{self.q_quantization}": self.q_quantization != "none",
             f"split{self.fixed_split_size}": self.fixed_split_size is not None,
             "nosplit": self.disable_split_kv,
             "invariant": self.batch_invariant,

@@ -15,6 +15,8 @@ import torch
 from .case import Case, Garbage, KvForm, Magnitude, MaskKind, Position, Sinks
 from .oracle import HeadScales, Pipeline, Rope, alibi_slopes
 
+# Prefix of the ids of kernels that multiply 8-bit operands as stored.
+PRODUCTS_OF_8_BITS = "sm90_e4m3_"
 PAD_COLUMNS = 16  # a multiple of 16 bytes in every dtype
 SPARE_ROWS = 5  # ragged rows behind the last request
 SPARE_PAGES = 3
@@ -52,6 +54,11 @@ class Inputs:
     variant: str = ""  # id of the kernel that ran last (runner.run)
 
     @property
+    def products_of_8_bits(self) -> bool:
+        """True if the kernel that ran last multiplies 8-bit operands as stored."""
+        return self.variant.startswith(PRODUCTS_OF_8_BITS)
+
+    @property
     def pipeline(self) -> Pipeline:
         case = self.case
         steps = {field.name for field in dataclasses.fields(Pipeline)}
@@ -66,6 +73,7 @@ class Inputs:
             "rope": rope if case.position is Position.ROPE else None,
             "sinks": self.sinks,
             "scales": self.scales,
+            "quantizes_q": case.dtype.itemsize == 2 and self.products_of_8_bits,
         }
         return Pipeline(**{**same, **changes})
 

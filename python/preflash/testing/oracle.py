@@ -35,7 +35,7 @@ class Expected:
     # Like lse: |sm_scale| max_j sqrt(sum_d (q_id k_jd)^2); 0 without RoPE.
     logit_spread: torch.Tensor
     bias_bound: torch.Tensor  # like lse: the largest |bias| of a kept key
-    # Errors of 8-bit products (comparison.py), for 8-bit queries, else 0.
+    # Errors of 8-bit products (comparison.py), for queries of 8 bits, else 0.
     # Like lse: |sm_scale| times the largest of the products q_d k_d and their sums over 32, 64, ...
     product_bound: torch.Tensor
     small: torch.Tensor  # like out: sum_j min(p_j, 2^-12 max_j p_j) |v_j|
@@ -94,6 +94,17 @@ class Pipeline:
     scales: HeadScales = HeadScales()
     chunk_size: int = 0
     bias_from_key_0: bool = False  # ALiBi's distances count from there, not from the row
+    quantizes_q: bool = False  # queries become e4m3: quantized_rows()
+
+
+def quantized_rows(q: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] as e4m3 holds them times a power of two of each row, which brings its largest
+    element into (224, 448]; in float64. A row with an infinite element is NaN."""
+    fraction, exponent = torch.frexp(q.double().abs().amax(-1, keepdim=True))
+    exponent = (9 - exponent - (fraction > 0.875).to(exponent.dtype)).clamp(max=126)
+    scaled = torch.ldexp(q.double(), exponent)
+    scaled = scaled.masked_fill(q.isinf().any(-1, keepdim=True), math.nan)
+    return torch.ldexp(scaled.float().to(torch.float8_e4m3fn).double(), -exponent)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -155,6 +166,8 @@ def attend(
     `rows` selects query rows (indices into [0, L)); the answer then has only those. Inputs are
     upcast exactly; NaN and Inf in them propagate.
     """
+    products_of_8_bits = q.dtype.itemsize == 1 or pipeline.quantizes_q
+    q = quantized_rows(q) if pipeline.quantizes_q else q
     (kv_len, num_kv_heads), qo_len, device = k.shape[:2], q.shape[0], q.device
     keep = kept(pipeline, qo_len, kv_len, custom, rows, device)
     rows = torch.arange(qo_len, device=device) if rows is None else rows.to(device)
@@ -197,7 +210,7 @@ def attend(
         logit_spread = scale * _most(q64.square() @ k64.square().transpose(-1, -2), 0.0).sqrt()
     out = p @ v64
     product_bound, small = torch.zeros_like(logit_bound), torch.zeros_like(out)
-    if q.dtype.itemsize == 1:
+    if products_of_8_bits:
         product_bound = scale * _largest_sum(q64, k64)
         small = torch.minimum(p, 2.0**-12 * _most(p, 0.0)[..., None]) @ v64.abs()
     per_row = {

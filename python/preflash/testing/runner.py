@@ -19,8 +19,6 @@ from .comparison import Report, poison
 from .inputs import Inputs
 from .oracle import Expected, reference
 
-# Prefix of the ids of kernels that multiply 8-bit operands as stored.
-PRODUCTS_OF_8_BITS = "sm90_e4m3_"
 WORKSPACE_BYTES = 32 * 1024 * 1024
 
 
@@ -131,7 +129,7 @@ def compare(inputs: Inputs, out, lse, expected: Expected | None = None, **option
         # Products and sums are exact there: only the multiplications by scale and log2 e round.
         options.setdefault("logit_rounding", 4.0)
     options.setdefault("logit_rounding", comparison.logit_roundings(case.head_dim))
-    if inputs.variant.startswith(PRODUCTS_OF_8_BITS):
+    if inputs.products_of_8_bits:
         options.setdefault("p_dtype", torch.float8_e4m3fn)
     if out.dtype.itemsize == 1:
         # Probabilities of 8 bits would be seen at the output's roundoff.
