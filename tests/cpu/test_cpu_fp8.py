@@ -6,6 +6,7 @@ import math
 import preflash
 import pytest
 import torch
+from preflash.testing import Case, build, runner
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT = torch.float32
@@ -98,3 +99,12 @@ def test_every_rounding_to_e4m3():
     wanted = factors.clamp(-448.0, 448.0).to(E4M3).float()
     assert got.dtype == E4M3
     assert_same(got[0].float(), wanted[:, None].expand(heads, 16))
+
+
+def test_q_quantization_leaves_queries_of_the_cpu_as_they_are():
+    """It is a permission: only some kernels of fa3 quantise queries."""
+    case = Case("exact", (9, 3), (30, 5), 4, 2, 128, dtype=torch.bfloat16, kv_dtype=E4M3)
+    inputs = build(case)
+    exact = runner.run(runner.planned(inputs, backend="cpu"), inputs)
+    allowed = runner.run(runner.planned(inputs, backend="cpu", q_quantization="row"), inputs)
+    assert all(map(torch.equal, allowed, exact))

@@ -148,7 +148,8 @@ def _random_fp8(rng: random.Random) -> dict[str, object]:
     cache = rng.choice([torch.float8_e4m3fn, torch.float8_e5m2])
     output = rng.choice([None, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
     if rng.random() < 0.5:
-        return {"kv_dtype": cache, "head_scales": head_scales}
+        quantization = rng.choice(["none", "row"])
+        return {"kv_dtype": cache, "head_scales": head_scales, "q_quantization": quantization}
     return {"dtype": torch.float8_e4m3fn, "o_dtype": output, "head_scales": head_scales}
 
 

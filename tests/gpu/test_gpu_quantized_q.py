@@ -101,8 +101,9 @@ def test_rows_of_every_size(power):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_a_row_that_is_not_finite_changes_no_other(value, dtype):
-    wrapper, inputs = planned(changed(dtype=dtype))
+@pytest.mark.parametrize("head_scales", [False, True])
+def test_a_row_that_is_not_finite_changes_no_other(value, dtype, head_scales):
+    wrapper, inputs = planned(changed(dtype=dtype, head_scales=head_scales))
     before, lse_before = runner.run(wrapper, inputs)
     inputs.q[100, 1, 5] = value
     if value == 0.0:

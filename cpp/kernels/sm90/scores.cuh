@@ -186,7 +186,7 @@ struct Scores {
   // Factors of heads, with 8-bit queries and keys, and the powers of two of rows of Q that were
   // narrowed or quantised.
   float factor[Coordinates::kRows];
-  bool multiplies;  // the scores of the warp, before the mask
+  bool any_factor;  // multiply() has something to do in the warp
 
   CUTE_DEVICE static Scores of(const Coordinates& of_item, const auto& query) {
     Scores scores{ScoreBias<Traits>::of(of_item)};
@@ -200,20 +200,16 @@ struct Scores {
           scores.factor[r] *= __ldg(extras.scale_q + of_item.head(r));
         }
       });
-      bool multiplies = false;
-      for_rows([&](int r) {
-        // NaN multiplies.
-        multiplies |= kScales ? !(scores.factor[r] > 0.0f) : scores.factor[r] != 1.0f;
-      });
-      scores.multiplies = __any_sync(0xffffffffu, multiplies);
+      scores.any_factor =
+          __any_sync(0xffffffffu, scores.before_mask(0) != 1.0f || scores.before_mask(1) != 1.0f);
     }
     return scores;
   }
 
-  // What all of a thread's scores of a row lack.
+  // The softmax adds this to all of a thread's scores of a row.
   CUTE_DEVICE auto shift(int tile) const {
     if constexpr (kScales) {
-      return RowFactor{multiplies ? 1.0f : factor[0], multiplies ? 1.0f : factor[1]};
+      return RowFactor{scales(0) ? factor[0] : 1.0f, scales(1) ? factor[1] : 1.0f};
     } else {
       return bias.shift(tile);
     }
@@ -221,7 +217,9 @@ struct Scores {
 
   CUTE_DEVICE void multiply(auto&& scores) const {
     if constexpr (Traits::kTakes8Bits) {
-      if (multiplies) for_each_element(scores, [&](int r, int, float& x) { x *= factor[r]; });
+      if (!any_factor) return;
+      const float by[2] = {before_mask(0), before_mask(1)};
+      for_each_element(scores, [&](int r, int, float& x) { x *= by[r]; });
     }
   }
   // mma: S, to which issue_bias() adds while the products run.
@@ -241,6 +239,12 @@ struct Scores {
     finish(segment, mma);
     bias.add_to_first(first, mma.rows_of_s());
   }
+
+ private:
+  // True if the softmax multiplies the row's scores: -inf, which the mask puts there, allows
+  // factors above 0 alone.
+  CUTE_DEVICE bool scales(int r) const { return kScales && factor[r] > 0.0f; }
+  CUTE_DEVICE float before_mask(int r) const { return scales(r) ? 1.0f : factor[r]; }
 };
 
 }  // namespace preflash::sm90

@@ -26,8 +26,8 @@ CUTE_DEVICE void for_each_element(auto&& view, const auto& visit) {
   }
 }
 
-// What all of a thread's scores of a row lack, folded into the exponents: a bias in units of x, a
-// factor above 0, or nothing.
+// A bias that all of a thread's scores of a row lack, in units of x, or a factor above 0: it is
+// folded into the exponents. NoShift: neither.
 struct RowShift {
   float row[2];
 

@@ -88,6 +88,8 @@ COMMON_PLAN = [
     ("kv_data_type", EITHER, torch.float16, torch.float8_e4m3fnuz),
     ("o_data_type", EITHER, torch.int8),
     ("o_data_type", NotImplementedError, torch.float8_e4m3fn),
+    ("q_quantization", ValueError, ["rows", "q_quantization='rows': must be one of none, row"]),
+    ("q_quantization", TypeError, True, None),
     ("custom_mask", ValueError, torch.ones(MASK_SIZE - 1).bool()),
     ("custom_mask", TypeError, torch.ones(MASK_SIZE)),
     ("packed_custom_mask", ValueError, torch.ones(PACKED_SIZE - 1).byte(),
