@@ -7,6 +7,7 @@ import preflash
 import pytest
 import torch
 from preflash.testing import Case, build, runner
+from processes import python
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FLOAT = torch.float32
@@ -108,3 +109,9 @@ def test_q_quantization_leaves_queries_of_the_cpu_as_they_are():
     exact = runner.run(runner.planned(inputs, backend="cpu"), inputs)
     allowed = runner.run(runner.planned(inputs, backend="cpu", q_quantization="row"), inputs)
     assert all(map(torch.equal, allowed, exact))
+
+
+def test_a_quantization_of_the_environment_that_is_none_is_refused():
+    one = "preflash.single_prefill_with_kv_cache(*[torch.ones(1, 1, 8)] * 3, backend='cpu')"
+    with pytest.raises(AssertionError, match="PREFLASH_Q_QUANTIZATION='all': must be one of"):
+        python(f"import preflash, torch; {one}", PREFLASH_Q_QUANTIZATION="all")

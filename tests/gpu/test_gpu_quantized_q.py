@@ -170,3 +170,17 @@ def test_other_kernels_take_queries_as_they_are(changes, backend):
 
 def test_twenty_runs_are_equal():
     backends.check_runs(*planned(changed(page_size=16, qo_lens=(300, 5, 77, 3))))
+
+
+def test_the_environment_sets_it_for_every_call():
+    printed = backends.output_of(
+        """
+        import preflash, torch
+        q = torch.randn(200, 4, 128, device="cuda").bfloat16()
+        k = q.to(torch.float8_e4m3fn)
+        preflash.single_prefill_with_kv_cache(q, k, k, backend="fa3")
+        print(preflash._core.last_variant())
+        """,
+        PREFLASH_Q_QUANTIZATION="row",
+    )
+    assert printed == f"{KERNEL}\n"

@@ -41,6 +41,9 @@ from .tensor_checks import (  # noqa: F401
 
 # PREFLASH_BATCH_INVARIANT of the environment, read once at import.
 ALWAYS_INVARIANT = os.environ.get("PREFLASH_BATCH_INVARIANT", "") not in ("", "0")
+# PREFLASH_Q_QUANTIZATION, too.
+ALWAYS_QUANTIZED = os.environ.get("PREFLASH_Q_QUANTIZATION", "none")
+Q_QUANTIZATIONS = ("none", "row")
 POSITIONS = {
     "NONE": _core.Position.none,
     "ROPE_LLAMA": _core.Position.rope,
@@ -96,8 +99,9 @@ def invariance(name: str, value: Any) -> bool:
 
 
 def q_quantization(name: str, value: Any) -> bool:
-    """Returns True if queries may be rounded to 8 bits."""
-    return one_of(name, value, ("none", "row")) == "row"
+    """Returns True if queries may be rounded to 8 bits, by the call or the environment."""
+    given = ((name, value), ("PREFLASH_Q_QUANTIZATION", ALWAYS_QUANTIZED))
+    return "row" in [one_of(*one, Q_QUANTIZATIONS) for one in given]
 
 
 def window_left(name: str, value: Any) -> int:
