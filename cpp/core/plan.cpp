@@ -48,8 +48,11 @@ std::string too_large(const ForwardKernel& kernel, const DeviceFacts& facts) {
 // null.
 const ForwardKernel* find_quantizing_kernel(Family family, SegmentProblem problem,
                                             const DeviceFacts& facts) {
-  if (!problem.quantizes_q || size_of(problem.q_dtype) != 2) return nullptr;
-  problem.q_dtype = problem.kv_dtype;  // what they become
+  const bool from_16_bits = size_of(problem.q_dtype) == 2;
+  if (!problem.quantizes_q || !from_16_bits || problem.kv_dtype != DType::kFloat8E4M3) {
+    return nullptr;
+  }
+  problem.q_dtype = DType::kFloat8E4M3;  // what they become
   const TileClass tile_class = choose_tile_class(problem, traits_of(family));
   const ForwardKernel* kernel =
       Registry::instance().find(variant_of(problem, family, tile_class)).kernel;

@@ -72,7 +72,8 @@ def single_prefill_with_kv_cache(a: SingleArguments) -> Result:
             float8_e4m3fn, each row times a power of two of its own, and multiply in 8 bits: fa3
             does, at head_dim 72 to 128, where it multiplies 8-bit queries. Other kernels, and all
             with "none", take queries as they are. docs/performance.md has the errors.
-            PREFLASH_Q_QUANTIZATION=row in the environment, read at import, sets it for every call.
+            PREFLASH_Q_QUANTIZATION=row in the environment, read at import, sets it for every plan()
+            and single call.
         sm_scale: factor of the logits, 1/sqrt(head_dim) by default. With q_scale and k_scale
             folded in, at most 2.358e38 in size; with ALiBi 0 or at least 1e-30.
         window_left: how many keys left of the diagonal are kept; -1 is all.

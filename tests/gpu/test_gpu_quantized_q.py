@@ -118,6 +118,15 @@ def test_a_row_that_is_not_finite_changes_no_other(value, dtype, head_scales):
     assert same_bits([out, lse], [before, lse_before])
 
 
+@pytest.mark.parametrize("sm_scale", [1e-8, -1e-8, 1e-35])
+def test_rows_of_zeros_and_tiny_factors(sm_scale):
+    """The factor of the exponents may underflow, where masked scores are infinite."""
+    wrapper, inputs = planned(changed(sm_scale=sm_scale))
+    inputs.q[50:90, 1] = 0.0
+    inputs.q[90:100, 2] = 2.0**-120
+    backends.check_run(wrapper, inputs)
+
+
 def test_cuda_graph():
     case = changed(page_size=16, qo_lens=(190, 30, 77, 3), kv_lens=(470, 30, 77, 20))
     wrapper, inputs = planned(case)

@@ -49,6 +49,7 @@ struct FourFloats {
 // The power of two that brings a row's largest element into (224, 448], where e4m3 ends. A row with
 // inf becomes NaN.
 __device__ __forceinline__ float e4m3_factor(float maximum) {
+  if (maximum == 0.0f) return 1.0f;
   if (maximum == INFINITY) return NAN;
   // 448 is 1.75 * 2^8: a larger fraction counts as the next power of two.
   const unsigned exponent = (__float_as_uint(maximum) + 0x1fffffu) >> 23;

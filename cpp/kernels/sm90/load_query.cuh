@@ -78,11 +78,13 @@ struct QueryQuantizer {
     const ProducerPipelineState<1> raw{next.count};
     smem.raw_q.ring.full[0].wait(raw.phase());
     smem.barriers.q.empty[next.index()].wait(next.phase() ^ 1);
+    order_memory_accesses();
     if (stored == DType::kFloat16) {
       quantize_from<DType::kFloat16>(num_rows);
     } else {
       quantize_from<DType::kBFloat16>(num_rows);
     }
+    order_memory_accesses();
     publish_writes(smem.barriers.q.full[next.index()]);
     release(smem.raw_q.ring.empty[0]);
     next.advance();

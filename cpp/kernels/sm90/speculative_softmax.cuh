@@ -61,7 +61,10 @@ struct RowFactor {
 
   CUTE_DEVICE float add_to(int r, float x) const { return x * row[r]; }
   CUTE_DEVICE static float origin(int, float origin, float) { return origin; }
-  CUTE_DEVICE float scale(int r, float scale_log2) const { return scale_log2 * row[r]; }
+  // Above 0, because masked scores are -inf.
+  CUTE_DEVICE float scale(int r, float scale_log2) const {
+    return fmaxf(scale_log2 * row[r], FLT_MIN);
+  }
 };
 
 struct SpeculativeSoftmax : OnlineSoftmax<2> {

@@ -42,7 +42,7 @@ from .tensor_checks import (  # noqa: F401
 # PREFLASH_BATCH_INVARIANT of the environment, read once at import.
 ALWAYS_INVARIANT = os.environ.get("PREFLASH_BATCH_INVARIANT", "") not in ("", "0")
 # PREFLASH_Q_QUANTIZATION, too.
-ALWAYS_QUANTIZED = os.environ.get("PREFLASH_Q_QUANTIZATION", "none")
+ALWAYS_QUANTIZED = os.environ.get("PREFLASH_Q_QUANTIZATION") or "none"
 Q_QUANTIZATIONS = ("none", "row")
 POSITIONS = {
     "NONE": _core.Position.none,
