@@ -32,6 +32,8 @@ template <class Traits>
 struct ForwardEpilogue : ItemView {
   using Element = typename Traits::ElementO;
   static constexpr int kColumns = kBlockColumns<Element>;  // stored at a time
+  // True if o may be bfloat16 where the products' dtype is float16.
+  static constexpr bool kStoresBfloat16 = Traits::kTakes8Bits && is_same_v<Element, half_t>;
 
   CUTE_DEVICE RowTarget target_of(int row) const {
     if (row >= num_rows) return {};
@@ -125,8 +127,10 @@ struct ForwardEpilogue : ItemView {
                          [](float* target, float2 x) { *reinterpret_cast<float2*>(target) = x; });
     } else if (output_bytes() == 1) {
       store_pairs<std::uint8_t>(ready, rows_of_o, store_e4m3);
+    } else if (kStoresBfloat16 && params.o_dtype == DType::kBFloat16) {
+      store_final<bfloat16_t>(ready, tOrO, staging);
     } else {
-      store_final(ready, tOrO, staging);
+      store_final<Element>(ready, tOrO, staging);
     }
   }
 
@@ -234,30 +238,19 @@ struct ForwardEpilogue : ItemView {
     }
   }
 
-  // O has 16 bits; if the output has another dtype, Element only gives the size.
-  CUTE_DEVICE auto rounded(const auto& tOrO) const {
-    Tensor tOrO_out = convert_fragment<Element>(tOrO);
-    if constexpr (Traits::kTakes8Bits && is_same_v<Element, cutlass::half_t>) {
-      if (params.o_dtype == DType::kBFloat16) {
-        Tensor as_bf16 = recast<cutlass::bfloat16_t>(tOrO_out);
-        round_to(tOrO, as_bf16);
-      }
-    }
-    return tOrO_out;
-  }
-
-  // Stores a block of columns at a time: 16 rows of 128 bytes, swizzled.
-  CUTE_DEVICE void store_final(const Prepared& ready, const auto& tOrO, Element* staging) const {
+  // Stores a block of columns at a time: 16 rows of 128 bytes, swizzled. Output: 16 bits.
+  template <class Output>
+  CUTE_DEVICE void store_final(const Prepared& ready, const auto& tOrO, void* staging) const {
     constexpr int kRowsPerPass = 4;  // 8 lanes a row
     constexpr int kPasses = kWarpRows / kRowsPerPass;
-    Element* targets[kPasses];  // null if the row does not exist
+    Output* targets[kPasses];  // null if the row does not exist
     int column = lane_id() % 8 * (kColumns / 8);
     CUTE_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      targets[pass] = target_row<Element>(ready, pass * kRowsPerPass + lane_id() / 8);
+      targets[pass] = target_row<Output>(ready, pass * kRowsPerPass + lane_id() / 8);
     }
 
-    Tensor tOrO_out = rounded(tOrO);
+    Tensor tOrO_out = convert_fragment<Output>(tOrO);
     Tensor quads = recast<std::uint32_t>(tOrO_out);  // ((1, 2, D / 8), 1, 1)
     std::uint32_t base = cast_smem_ptr_to_uint(staging);
     // stmatrix: lane l gives the address of row l % 16 of the 8 columns l / 16 of a 16 x 16 block.
