@@ -333,15 +333,18 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
         tables.row_step + pair);
     this->write.wait();
     order_memory_accesses();
-    unsigned char* target = this->write.bytes();
+    auto target = [&](int column) {
+      return SwizzledColumn<Traits::kTileN>(this->write.bytes(), this->warp_row() + lane_row,
+                                            column);
+    };
+    const SwizzledColumn low_target = target(own), high_target = target(kHalf + own);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
       FourFloats low_floats = FourFloats::of<kFrom>(low[i]);
       FourFloats high_floats = FourFloats::of<kFrom>(high[i]);
       if (kRotates) angles.now.rotate(low_floats, high_floats);
-      const int row = this->warp_row() + i * Lanes::kRowsAtOnce + lane_row;
-      low_floats.store<kTo>(target + swizzled<Traits::kTileN>(row, own));
-      high_floats.store<kTo>(target + swizzled<Traits::kTileN>(row, kHalf + own));
+      low_floats.store<kTo>(low_target.at(i * Lanes::kRowsAtOnce));
+      high_floats.store<kTo>(high_target.at(i * Lanes::kRowsAtOnce));
       angles.advance();
     }
     publish_rows(this->write);
