@@ -186,10 +186,11 @@ struct ConvertedQuery : ArrivingQuery<Traits> {
     using Stored = FourStored<kFrom>;
     constexpr int kGroup = kRotates ? 1 : kBatch / 2;
     auto* q = reinterpret_cast<unsigned char*>(smem.q);
-    const int lane = lane_id() % kLanes;
+    const int warp_lane = fresh_lane_id();
+    const int lane = warp_lane % kLanes;
     const int warp_row = this->warpgroup * kWarpgroupRows + this->thread / 32 * kWarpRows;
 #pragma unroll 1
-    for (int first = lane_id() / kLanes; first < kWarpRows; first += kRowsAtOnce * kBatch) {
+    for (int first = warp_lane / kLanes; first < kWarpRows; first += kRowsAtOnce * kBatch) {
       const int first_row = warp_row + first;
       // Address of a row's column, counted in 16-bit elements, of the stored or the converted row.
       auto place = [&](int column) { return SwizzledColumn<Traits::kTileM>(q, first_row, column); };
