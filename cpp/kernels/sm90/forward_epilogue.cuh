@@ -224,13 +224,15 @@ struct ForwardEpilogue : ItemView {
   template <class T, class Rows, class Store>
   CUTE_DEVICE void store_pairs(const Prepared& ready, const Rows& rows_of_o,
                                const Store& store) const {
+    // Converting kernels have no registers in which to keep the columns from item to item.
+    const int lane = Traits::kConverts ? fresh_lane_id() : lane_id();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(rows_of_o); ++r) {
       T* target = target_row<T>(ready, lane_id() / 4 + r * 8);
       if (target == nullptr) continue;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(rows_of_o); c += 2) {
-        int column = c / 2 * 8 + lane_id() % 4 * 2;
+        int column = c / 2 * 8 + lane % 4 * 2;
         if (column < num_columns()) {
           store(target + column, make_float2(rows_of_o(r, c), rows_of_o(r, c + 1)));
         }
