@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from fuzz.problems import Also, Problem
-from fuzz.wrapper_trial import Verdict, examine
 from preflash.testing import Case, Inputs, build, runner
 from preflash.testing.oracle import attend, concatenate
 
@@ -29,19 +27,6 @@ def check_run(inputs: Inputs, wrapper, expected=None, **options) -> tuple:
     result = runner.run(wrapper, inputs, **options)
     runner.compare(inputs, *result, expected).check()
     return result
-
-
-def check_verdict(verdict: Verdict) -> None:
-    """Requires a problem of the fuzzer to have no failure."""
-    if verdict.not_compiled:
-        raise NotImplementedError(verdict.not_compiled)
-    assert verdict.failures == []
-
-
-def check_also(case: Case, target, also: Also, seed: int = 0) -> None:
-    """Computes a case as the fuzzer does, with one of its further checks."""
-    problem = Problem(case, also=also, seed=seed)
-    check_verdict(examine(problem, backend=target.backend, device=target.device))
 
 
 def tensors(inputs: Inputs) -> tuple:

@@ -10,19 +10,26 @@ from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, i
 
 
 def surrounded(inputs: Inputs, padding: int) -> Inputs:
-    """Puts the batch between rows of q and pages that belong to no request."""
+    """Puts the batch between rows of q, and pages or keys, that belong to no request."""
     if padding == 0:
         return inputs
-    rows, *row = inputs.q.shape
-    q = torch.empty(rows + 2 * padding, *row, dtype=inputs.q.dtype, device="cpu")
-    fill_poison(q, torch.Generator().manual_seed(padding), inputs.case.garbage)
-    q = q.to(inputs.q.device)
-    q[padding : padding + rows] = inputs.q
+    generator = torch.Generator().manual_seed(padding)
+    tokens = 0 if inputs.case.layout == "NHD" else 1
+
+    def garbage(like: torch.Tensor, dim: int) -> torch.Tensor:
+        shape = (*like.shape[:dim], padding, *like.shape[dim + 1 :])
+        blank = torch.empty(shape, dtype=like.dtype, device="cpu")
+        return fill_poison(blank, generator, inputs.case.garbage).to(like.device)
+
+    q = torch.cat([garbage(inputs.q, 0), inputs.q, garbage(inputs.q, 0)])
     around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + padding)
-    if inputs.indices is not None:
-        nobodys = inputs.indices.new_full((padding,), 2**31 - 1)
+    around.kv_indptr = inputs.kv_indptr + padding
+    if inputs.indices is None:
+        pairs = ((garbage(t, tokens), t) for t in (inputs.k, inputs.v))
+        around.k, around.v = (torch.cat(pair, tokens) for pair in pairs)
+    else:
+        nobodys = inputs.indices.new_tensor([-1, 2**31 - 1] * padding)[:padding]
         around.indices = torch.cat([nobodys, inputs.indices])
-        around.kv_indptr = inputs.kv_indptr + padding
     return around
 
 

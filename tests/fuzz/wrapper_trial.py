@@ -20,7 +20,7 @@ import torch
 import wrapper_options
 from preflash import _core
 from preflash.testing import runner
-from preflash.testing.case import Case, MaskKind
+from preflash.testing.case import Case, MaskKind, Position
 from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import reference
 
@@ -57,7 +57,7 @@ def judged(compute: Callable[..., Verdict]) -> Callable[..., Verdict]:
     def examine(problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
         try:
             # The problems are small: torch's own threads would cost more than they bring.
-            with _threads(1):
+            with _threads(1), _poisoned_memory():
                 return compute(problem, backend, torch.device(device))
         except Exception as error:
             # The CPU backend is always built whole.
@@ -77,6 +77,17 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """Makes torch fill each new tensor with NaN, so that values that nothing wrote are visible."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @judged
@@ -203,7 +214,12 @@ class Trial:
     def _plan_overrides(self) -> dict[str, object]:
         """Returns options that plan() gets otherwise, because a later call is given them."""
         if self.call.entry is Entry.FORWARD:
-            return {name: NEUTRAL[name] for name in self._logits_options()}
+            other = NEUTRAL | self._something_else()
+            if self.inputs.case.position is Position.ROPE:
+                other |= {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 77.0}
+            if self.call.bounds:  # a window and a fixed split do not go together there
+                other["window_left"] = -1
+            return {name: other[name] for name in self._logits_options()}
         return {"window_left": -1} if self.call.window_at_run else {}
 
     def _bounds(self) -> dict[str, object]:

@@ -38,7 +38,7 @@ def pair(**change) -> dict:
     return {"segments": [prefill, segment([1] * 2, [4000] * 2, num_qo_heads=16) | change]}
 
 
-# Changes of good arguments, which validate() refuses; tests/c/test_c_refusals.py has those of every call.
+# Changes that validate() refuses; tests/c/test_c_refusals.py has those of every call.
 CHANGES = [
     (RAGGED, {"qo_indptr": []}, r"qo_indptr is empty"),
     (RAGGED, {"kv_indptr": [0, 10, 14, 13]}, r"^kv_indptr\[3\] = 13 .*\[2\] = 14"),

@@ -33,17 +33,11 @@ def changed(**changes) -> FmhaCase:
     return case
 
 
-def verify(case: FmhaCase, target, lengths="device"):
-    where = "cpu" if lengths == "host" else target.device
-    inputs = build(case, target.device, where)
+def verify(case: FmhaCase, target):
+    inputs = build(case, target.device)
     result = run(inputs, target.backend)
     assert judge(inputs, result).failures == []
     return result
-
-
-@pytest.mark.parametrize("seed", range(90))
-def test_random_problems(target, seed):
-    verify(random_case(seed), target, LENGTHS[seed % 2])
 
 
 @pytest.mark.parametrize("seed", range(8))

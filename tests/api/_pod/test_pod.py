@@ -8,11 +8,8 @@ import weakref
 
 import pytest
 import torch
-from fuzz import pod_trial
-from fuzz.random_cases import Limits
 from graph_stage import capture
 from interrupts import interrupted
-from planned_cases import check_verdict
 from pods import (
     BATCHES,
     BOTH,
@@ -101,14 +98,6 @@ def test_pairs(target, name):
 @pytest.mark.parametrize("pair", BATCH_PAIRS.values(), ids=BATCH_PAIRS)
 def test_batches(target, pair):
     planned(target, pair, BatchPod).check()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_pairs(target, seed):
-    """Problems of the fuzzer: both wrappers, any prefill with any decode batch."""
-    problem = pod_trial.draw(seed, 0, Limits(work=2e7, fp8=False))
-    verdict = pod_trial.examine(problem, backend=target.backend, device=target.device)
-    check_verdict(verdict)
 
 
 @pytest.mark.parametrize("invariant", [False, True])

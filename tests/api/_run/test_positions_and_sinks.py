@@ -26,23 +26,6 @@ def test_very_negative_logits_of_rope(target):
     runner.compare(inputs, *runner.run(wrapper, inputs), logit_rounding=32.0).check()
 
 
-def test_forward_has_its_own_frequencies(target):
-    """The defaults of the deprecated call replace the frequencies of plan()."""
-    case = dataclasses.replace(RAGGED, position=ROPE, mask=MaskKind.CAUSAL, rope_theta=77.0)
-    inputs, wrapper = planned(case, target)
-    for changes in (
-        {"rope_theta": None},
-        {"rope_scale": 2.0, "rope_theta": 5e5},
-        {"rope_theta": None, "position": Position.NONE},
-    ):
-        own = dataclasses.replace(case, **changes)
-        options = {"rope_scale": own.rope_scale, "rope_theta": own.rope_theta, "causal": True}
-        result = wrapper.forward_return_lse(
-            inputs.q, inputs.k, inputs.v, pos_encoding_mode=own.position.value, **options
-        )
-        runner.compare(dataclasses.replace(inputs, case=own), *result).check()
-
-
 def values(device) -> torch.Tensor:
     return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
 
