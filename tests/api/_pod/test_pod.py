@@ -25,6 +25,7 @@ from pods import (
 )
 from preflash.testing import KvForm, MaskKind, runner
 from preflash.testing.case import Position
+from refusals import refused
 from torch.fx.experimental.proxy_tensor import make_fx
 
 FULL = dataclasses.replace(PREFILL, mask=MaskKind.NONE)
@@ -198,11 +199,9 @@ def test_graphs_replay_the_last_plan(target, recorder):
                 pod.check_replay(*graphs[window])
         pod.check()
     work = [runner.workspace(target.device) for _ in range(2)]
-    with pytest.raises(ValueError, match="a CUDA graph has captured a run"):
-        pod.wrapper.reset_workspace_buffer(*work)
+    refused("a CUDA graph has captured a run", pod.wrapper.reset_workspace_buffer, *work)
     pod.decode = pod.built(dataclasses.replace(DECODE, qo_lens=(1,), kv_lens=(9,)))
-    with pytest.raises(ValueError, match="batch size is fixed"):
-        pod.plan()
+    refused("batch size is fixed", pod.plan)
 
 
 def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):
@@ -216,8 +215,7 @@ def test_a_pool_is_compared_with_the_last_plan(target, recorder, monkeypatch):
     capture(recorder, target.device, lambda: pod.run(paged_kv_cache_d=many.cache))
     pod.decode = many
     pod.plan()
-    with pytest.raises(ValueError, match="decode side: paged_kv_indices holds"):
-        pod.run(paged_kv_cache_d=few.cache)
+    refused("decode side: paged_kv_indices holds", pod.run, paged_kv_cache_d=few.cache)
 
 
 @pytest.mark.parametrize("for_graphs", [True, False], ids=["use_cuda_graph", "without"])
@@ -243,8 +241,7 @@ def test_attributes_copies_and_recording(target):
     assert wrapper.is_cuda_graph_enabled is False
     assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._kv_layout) == (9, 0.0, "NHD")
     wrapper.end_forward()
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        copy.copy(wrapper)
+    refused("cannot be pickled", copy.copy, wrapper, error=TypeError)
     given = pod.tensors()
     with pytest.raises(NotImplementedError, match="cannot be recorded"):
         make_fx(lambda q: wrapper.run(**{**given, "q_p": q})[0])(given["q_p"])
