@@ -47,13 +47,6 @@ def table(inputs: Inputs) -> tuple:
     return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
 
 
-def plan_decode(wrapper, inputs: Inputs, **options) -> None:
-    """Plans a decode batch, or the decode side of a POD wrapper."""
-    case = inputs.case
-    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    wrapper.plan(*table(inputs), *heads, **{"q_data_type": case.dtype, **options})
-
-
 def bounds_of(inputs: Inputs) -> dict:
     """Returns the options of plan() for upper bounds: those of the case, whose number of keys runs
     read."""

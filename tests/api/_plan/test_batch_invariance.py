@@ -7,7 +7,8 @@ import preflash
 import pytest
 import torch
 from fuzz.altered_inputs import lone, part, with_bounds
-from planned_cases import bounds_of, plan_decode, tensors
+from fuzz.pod_trial import plan_decode
+from planned_cases import bounds_of, tensors
 from preflash.testing import Case, MaskKind, build, runner
 from preflash.testing.inputs import pages_of
 from processes import python

@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 from changed_tensors import freed, meta, negative, short_view, strided
-from planned_cases import bounds_of, check_run, plan_decode, planned, table, tensors, unplanned
+from fuzz.pod_trial import plan_decode
+from planned_cases import bounds_of, check_run, planned, table, tensors, unplanned
 from preflash.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 from preflash.testing import Case, MaskKind, build, runner
 from refusals import refused

@@ -6,8 +6,9 @@ import preflash
 import pytest
 import torch
 from fuzz.altered_inputs import with_bounds
+from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture
-from planned_cases import bounds_of, check_run, plan_decode, shared_prefix, table
+from planned_cases import bounds_of, check_run, shared_prefix, table
 from preflash.testing import Case, MaskKind, Position, Sinks, build, runner
 from preflash.testing.inputs import as_nhd, pages_of
 from preflash.testing.oracle import attend, concatenate

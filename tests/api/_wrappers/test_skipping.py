@@ -8,8 +8,9 @@ import numpy as np
 import preflash
 import pytest
 import torch
+from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture
-from planned_cases import plan_decode, tensors
+from planned_cases import tensors
 from preflash.testing import Case, Inputs, MaskKind, build, compare, reference, runner
 from preflash.testing.inputs import indptr
 from refusals import refused
