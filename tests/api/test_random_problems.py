@@ -8,7 +8,7 @@ from fuzz.random_cases import Limits
 COUNTS = {
     WRAPPERS: 300,
     "trtllm_fmha_v2_prefill": 100,
-    "pod": 40,
+    "pod": 80,
     "cudnn_batch_prefill_with_kv_cache": 100,
 }
 PROBLEMS = [(call, index) for call in CALLS for index in range(COUNTS[call])]

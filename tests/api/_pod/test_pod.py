@@ -11,7 +11,6 @@ import torch
 from graph_stage import capture
 from interrupts import interrupted
 from pods import (
-    BATCHES,
     BOTH,
     DECODE,
     PREFILL,
@@ -60,11 +59,6 @@ PAIRS = {
 PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "HND", "group 7"}
 TWO_LAUNCHES = {"no prefill", "no decode", "neither"}
 MASKED_BATCHES = (dataclasses.replace(PREFILLS, mask=MaskKind.CUSTOM), DECODE)
-BATCH_PAIRS = {
-    "fp8 caches": alike(BATCHES, kv_dtype=E4M3),
-    "no prefill": (dataclasses.replace(PREFILLS, qo_lens=(), kv_lens=()), DECODE),
-    "no decode": (PREFILLS, NO_DECODE),
-}
 FEW_KEYS = dataclasses.replace(DECODE, kv_lens=(9, 0, 17, 1, 5))
 SHORT = {
     Pod: (dataclasses.replace(PREFILL, qo_lens=(3,), kv_lens=(9,)), FEW_KEYS),
@@ -94,11 +88,6 @@ def test_pairs(target, name):
     if name in served:
         assert pod.wrapper.launches == 1
         assert pod.wrapper.variant.count("+" if target.backend == "cpu" else "_two") == 1
-
-
-@pytest.mark.parametrize("pair", BATCH_PAIRS.values(), ids=BATCH_PAIRS)
-def test_batches(target, pair):
-    planned(target, pair, BatchPod).check()
 
 
 @pytest.mark.parametrize("invariant", [False, True])
