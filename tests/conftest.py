@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from require_variant import skip_unless_compiled
 
 # Modules of the code generator, of its tools and of the wheels, which tests import by name.
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish() -> str:
     return f"tests for a GPU are left out: {_why_no_gpu()}" if _why_no_gpu() else ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        skip_unless_compiled(pyfuncitem, error)
 
 
 def pytest_collection_finish() -> None:

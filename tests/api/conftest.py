@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 from graph_stage import recorder  # noqa: F401
-from require_variant import skip_unless_compiled, why_no_fa3
+from require_variant import why_no_fa3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,3 @@ def _target(backend: str) -> Target:
 )
 def target(request) -> Target:
     return _target(request.param)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        skip_unless_compiled(pyfuncitem, error)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from fuzz.problems import Also, Problem
-from fuzz.wrapper_trial import Verdict, examine
 from preflash.testing import Case, Inputs, build, runner
 from preflash.testing.oracle import attend, concatenate
 
@@ -31,19 +29,6 @@ def check_run(inputs: Inputs, wrapper, expected=None, **options) -> tuple:
     return result
 
 
-def check_verdict(verdict: Verdict) -> None:
-    """Requires a problem of the fuzzer to have no failure."""
-    if verdict.not_compiled:
-        raise NotImplementedError(verdict.not_compiled)
-    assert verdict.failures == []
-
-
-def check_also(case: Case, target, also: Also, seed: int = 0) -> None:
-    """Computes a case as the fuzzer does, with one of its further checks."""
-    problem = Problem(case, also=also, seed=seed)
-    check_verdict(examine(problem, backend=target.backend, device=target.device))
-
-
 def tensors(inputs: Inputs) -> tuple:
     """Returns the first arguments of run(): q, and the cache or k and v."""
     return (inputs.q, inputs.cache) if inputs.case.paged else (inputs.q, inputs.k, inputs.v)
@@ -60,13 +45,6 @@ def plan_arguments(inputs: Inputs) -> dict:
 def table(inputs: Inputs) -> tuple:
     """Returns the page table as plan() of decode wrappers takes it."""
     return (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
-
-
-def plan_decode(wrapper, inputs: Inputs, **options) -> None:
-    """Plans a decode batch, or the decode side of a POD wrapper."""
-    case = inputs.case
-    heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
-    wrapper.plan(*table(inputs), *heads, **{"q_data_type": case.dtype, **options})
 
 
 def bounds_of(inputs: Inputs) -> dict:

@@ -1,10 +1,9 @@
-"""Pod and BatchPod drive the two wrappers of prefill with decode alike."""
+"""Pod and BatchPod compare the two wrappers of prefill with decode with the oracle."""
 
 import dataclasses
 
-import preflash
 import torch
-from fuzz.pod_trial import note_variants, plan_decode
+from fuzz import pod_trial
 from graph_stage import capture
 from preflash.testing import Case, MaskKind, build, poison, runner
 
@@ -20,48 +19,16 @@ def alike(pair: tuple[Case, Case], **changes) -> tuple[Case, Case]:
     return tuple(dataclasses.replace(case, **changes) for case in pair)
 
 
-class Pod:
-    """PODWithPagedKVCacheWrapper with inputs of a prefill and of a decode batch."""
-
-    make, pair = preflash.PODWithPagedKVCacheWrapper, BOTH
+class Pod(pod_trial.Pod):
+    pair = BOTH
 
     def __init__(self, target, pair=None, **options):
-        self.device, pair = target.device, pair or self.pair
-        self.prefill, self.decode = (self.built(case, seed) for seed, case in enumerate(pair))
-        self.workspace = runner.workspace(self.device)
-        layout = pair[1].layout
-        self.wrapper = type(self).make(self.workspace, layout, backend=target.backend, **options)
+        self.device, self.workspace = target.device, runner.workspace(target.device)
+        sides = (self.built(case, seed) for seed, case in enumerate(pair or self.pair))
+        super().__init__(*sides, self.workspace, target.backend, **options)
 
     def built(self, case: Case, seed: int = 0):
         return build(case, seed=seed, device=self.device)
-
-    def plan(self, **options) -> None:
-        decode = self.decode
-        arrays = (decode.kv_indptr, decode.indices, decode.last_page_len)
-        plan_decode(self.wrapper, decode.case, arrays, **options)
-
-    def tensors(self) -> dict:
-        prefill, decode = self.prefill, self.decode
-        tokens, kv_len = int(prefill.case.layout == "HND"), prefill.case.kv_lens[0]
-        return {
-            "q_p": prefill.q,
-            "k_p": prefill.k.narrow(tokens, 0, kv_len),
-            "v_p": prefill.v.narrow(tokens, 0, kv_len),
-            "q_d": decode.q,
-            "paged_kv_cache_d": decode.cache,
-        }
-
-    def options(self) -> dict:
-        case = self.prefill.case
-        names = ("sm_scale", "window_left", "rope_scale", "rope_theta")
-        return {
-            "custom_mask_p": None if self.prefill.masks is None else self.prefill.masks[0],
-            "causal_p": self.prefill.pipeline.causal,
-            "kv_layout_p": case.layout,
-            "pos_encoding_mode_p": case.position.value,
-            **{f"{name}_p": getattr(case, name) for name in names},
-            **{f"return_lse_{side}": True for side in "pd"},
-        }
 
     def outputs(self) -> dict:
         made = {}
@@ -72,10 +39,7 @@ class Pod:
         return made
 
     def run(self, **options):
-        given = {**self.tensors(), **self.options(), **self.outputs(), **options}
-        results = self.wrapper.run(**given)
-        note_variants(self.wrapper, self.prefill, self.decode)
-        return results
+        return self.launch({**self.tensors(), **self.options(), **self.outputs(), **options})
 
     def check(self, **options):
         results = self.run(**options)
@@ -95,30 +59,8 @@ class Pod:
         self.compare([(outputs[f"out_{side}"], outputs[f"lse_{side}"]) for side in "pd"])
 
 
-class BatchPod(Pod):
-    """BatchPODWithPagedKVCacheWrapper with inputs of a prefill batch and of a decode batch."""
-
-    make, pair = preflash.BatchPODWithPagedKVCacheWrapper, BATCHES
-
-    def arrays(self) -> list[torch.Tensor]:
-        names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
-        return [getattr(inputs, name) for inputs in (self.prefill, self.decode) for name in names]
-
-    def plan(self, arrays=None, **options) -> None:
-        plan_decode(self.wrapper, self.prefill.case, arrays or self.arrays(), **options)
-
-    def tensors(self) -> dict:
-        prefill, decode = self.prefill, self.decode
-        caches = {"paged_kv_cache_p": prefill.cache, "paged_kv_cache_d": decode.cache}
-        return {"q_p": prefill.q, "q_d": decode.q, **caches}
-
-    def options(self) -> dict:
-        return {
-            "custom_mask_p": self.prefill.custom_mask,
-            "packed_custom_mask_p": self.prefill.packed_custom_mask,
-            "causal_p": self.prefill.pipeline.causal,
-            "return_lse": True,
-        }
+class BatchPod(Pod, pod_trial.BatchPod):
+    pair = BATCHES
 
 
 def graph_buffers(device, batch: int = 5) -> dict:

@@ -40,7 +40,7 @@ k, v = (x.flatten(0, 1)[:3000] for x in (d.k, d.v))
 k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
 add("single decode", preflash.single_decode_with_kv_cache(d.q[0], k, v))
 pod = preflash.PODWithPagedKVCacheWrapper(runner.workspace(), backend="cpu")
-plan_decode(pod, decode, (d.kv_indptr, d.indices, d.last_page_len))
+plan_decode(pod, d)
 add("pod", *pod.run(one.q, one.k[:3000], one.v[:3000], d.q, d.cache, causal_p=True))
 print(json.dumps(digests))
 """

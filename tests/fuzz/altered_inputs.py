@@ -10,19 +10,26 @@ from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, i
 
 
 def surrounded(inputs: Inputs, padding: int) -> Inputs:
-    """Puts the batch between rows of q and pages that belong to no request."""
+    """Puts the batch between rows of q, and pages or keys, that belong to no request."""
     if padding == 0:
         return inputs
-    rows, *row = inputs.q.shape
-    q = torch.empty(rows + 2 * padding, *row, dtype=inputs.q.dtype, device="cpu")
-    fill_poison(q, torch.Generator().manual_seed(padding), inputs.case.garbage)
-    q = q.to(inputs.q.device)
-    q[padding : padding + rows] = inputs.q
+    generator = torch.Generator().manual_seed(padding)
+    tokens = 0 if inputs.case.layout == "NHD" else 1
+
+    def garbage(like: torch.Tensor, dim: int) -> torch.Tensor:
+        shape = (*like.shape[:dim], padding, *like.shape[dim + 1 :])
+        blank = torch.empty(shape, dtype=like.dtype, device="cpu")
+        return fill_poison(blank, generator, inputs.case.garbage).to(like.device)
+
+    q = torch.cat([garbage(inputs.q, 0), inputs.q, garbage(inputs.q, 0)])
     around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + padding)
-    if inputs.indices is not None:
-        nobodys = inputs.indices.new_full((padding,), 2**31 - 1)
+    around.kv_indptr = inputs.kv_indptr + padding
+    if inputs.indices is None:
+        pairs = ((garbage(t, tokens), t) for t in (inputs.k, inputs.v))
+        around.k, around.v = (torch.cat(pair, tokens) for pair in pairs)
+    else:
+        nobodys = inputs.indices.new_tensor([-1, 2**31 - 1] * padding)[:padding]
         around.indices = torch.cat([nobodys, inputs.indices])
-        around.kv_indptr = inputs.kv_indptr + padding
     return around
 
 
@@ -75,16 +82,30 @@ def part(inputs: Inputs, i: int, begin: int, end: int) -> Inputs:
 def spoil(inputs: Inputs, i: int) -> None:
     """Writes garbage over all of request i: its rows of q, and its keys and values."""
     case = inputs.case
-    generator = torch.Generator().manual_seed(i)
-    fill_poison(inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i]), generator)
-    kv_len = case.kv_lens[i]
+    rows = inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i])
+    fill_poison(rows, torch.Generator().manual_seed(i))
+    _spoil_keys(inputs, i, case.kv_lens[i])
+
+
+def recycle(inputs: Inputs) -> None:
+    """Writes garbage over the keys below the windows of all rows: an engine uses their pages."""
+    case = inputs.case
+    if case.mask is not MaskKind.CAUSAL or case.window_left < 0:
+        return
+    for i, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
+        _spoil_keys(inputs, i, max(kv_len - qo_len - case.window_left, 0))
+
+
+def _spoil_keys(inputs: Inputs, i: int, count: int) -> None:
+    """Writes garbage over the first keys and values of request i."""
+    case, generator = inputs.case, torch.Generator().manual_seed(i)
     for t in (inputs.k, inputs.v):
         if case.paged:
-            slots = torch.arange(kv_len, device=t.device)
+            slots = torch.arange(count, device=t.device)
             page = torch.tensor(inputs.page_table[i], dtype=torch.long, device=t.device)
             place = (page[slots // case.page_size], slots % case.page_size)
             view = pages_of(t, case)
             view[place] = fill_poison(view[place], generator)
         else:
-            rows = as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), kv_len)
+            rows = as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), count)
             fill_poison(rows, generator)

@@ -4,7 +4,6 @@ own as far as the wrapper has them, with garbage around both sides."""
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import random
 from collections.abc import Sequence
@@ -38,13 +37,6 @@ _ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_
            "disable_split_kv", "batch_invariant")  # fmt: skip
 
 
-class Kind(enum.Enum):
-    """Whose run() it is."""
-
-    SINGLE = "PODWithPagedKVCacheWrapper"  # a prefill of one request, ragged
-    BATCH = "BatchPODWithPagedKVCacheWrapper"
-
-
 @dataclasses.dataclass(frozen=True)
 class PodCall(RunOptions):
     """Arguments and forms of both cases' call. Pairs are (prefill, decode)."""
@@ -68,7 +60,7 @@ class PodCall(RunOptions):
 class PodProblem:
     """Both sides, with options that the wrapper has."""
 
-    kind: Kind
+    single: bool  # PODWithPagedKVCacheWrapper: a prefill of one request, ragged
     prefill: Case
     decode: Case
     call: PodCall
@@ -77,20 +69,20 @@ class PodProblem:
     @property
     def padding(self) -> int:
         """Rows around those of requests, which only batches with a qo_indptr may have."""
-        return self.call.padding if self.kind is Kind.BATCH else 0
+        return 0 if self.single else self.call.padding
 
 
 def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     """Draws problem `index` of `seed`."""
     rng = random.Random(f"pod {seed} {index}")
-    kind = rng.choice(list(Kind))
+    single = rng.random() < 0.5
     work = dataclasses.replace(limits, work=limits.work / 2)
     prefill, decode = (
         with_defaults(random_case(rng, name, work), _ABSENT) for name in ("prefill", "decode")
     )
     most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
     kv_lens = _at_most(decode.kv_lens, most)
-    queries = [1] if kind is Kind.SINGLE else [0, 1, 1, 1, 1, 3]
+    queries = [1] if single else [0, 1, 1, 1, 1, 3]
     decode = dataclasses.replace(
         decode,
         qo_lens=tuple(rng.choice(queries) for _ in kv_lens),
@@ -104,12 +96,12 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     if rng.random() < 0.06:
         decode = dataclasses.replace(decode, qo_lens=(), kv_lens=())
     call = PodCall(**random_fields(rng, PodCall))
-    if kind is Kind.SINGLE:
+    if single:
         prefill = first_request(prefill)
     else:  # run() has one return_lse
         prefill = _like(prefill, decode, rng)
         call = dataclasses.replace(call, return_lse=call.return_lse[:1] * 2)
-    return PodProblem(kind, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
+    return PodProblem(single, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
 
 
 def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
@@ -141,44 +133,123 @@ def _possible(case: Case) -> Case:
     return case
 
 
-def note_variants(wrapper, prefill: Inputs, decode: Inputs) -> None:
-    """Sets the variants of both sides, whose wrapper has run in one launch or two."""
-    ids = wrapper.variant.split(", ")
-    prefill.variant, decode.variant = ids[0], ids[-1]
-
-
 def _logits_options(case: Case) -> dict[str, object]:
     names = ("window_left", "sm_scale", "rope_scale", "rope_theta")
     return {"pos_encoding_mode": case.position.value} | {n: getattr(case, n) for n in names}
 
 
-def plan_decode(wrapper, case: Case, arrays: tuple, **overrides) -> None:
-    """Plans a decode side with the options of its case, and with others."""
+def plan_decode(wrapper, inputs: Inputs, arrays: Sequence = (), **overrides) -> None:
+    """Plans a decode batch, or the decode side of a POD wrapper. arrays: by default its table."""
+    case = inputs.case
+    arrays = arrays or (inputs.kv_indptr, inputs.indices, inputs.last_page_len)
     dtypes = {"q_data_type": case.dtype, "kv_data_type": case.dtype_kv}
     heads = (case.num_qo_heads, case.num_kv_heads, case.head_dim, case.page_size)
     wrapper.plan(*arrays, *heads, **_logits_options(case) | dtypes | overrides)
 
 
+class Pod:
+    """PODWithPagedKVCacheWrapper on inputs of a prefill of one request and of a decode batch."""
+
+    make = preflash.PODWithPagedKVCacheWrapper
+
+    def __init__(
+        self, prefill: Inputs, decode: Inputs, buffer: torch.Tensor, backend: str, **options
+    ) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.wrapper = self.make(buffer, decode.case.layout, backend=backend, **options)
+
+    def plan(self, **overrides) -> None:
+        plan_decode(self.wrapper, self.decode, **overrides)
+
+    def tensors(self) -> dict:
+        prefill, decode = self.prefill, self.decode
+        tokens, kv_len = int(prefill.case.layout == "HND"), prefill.case.kv_lens[0]
+        k, v = (t.narrow(tokens, 0, kv_len) for t in (prefill.k, prefill.v))
+        return {
+            "q_p": prefill.q, "k_p": k, "v_p": v, "q_d": decode.q,
+            "paged_kv_cache_d": decode.cache,
+        }  # fmt: skip
+
+    def mask(self, dense: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns a mask of all elements in the shape that run() takes."""
+        case = self.prefill.case
+        return None if dense is None else dense.view(case.qo_lens[0], case.kv_lens[0])
+
+    def options(self) -> dict:
+        """Returns the options of run() that the case of the prefill has."""
+        return {
+            "custom_mask_p": self.mask(self.prefill.custom_mask),
+            "packed_custom_mask_p": self.prefill.packed_custom_mask,
+            "causal_p": self.prefill.pipeline.causal,
+            **_options_of(self.prefill.case, "p"),
+            "return_lse_p": True,
+            "return_lse_d": True,
+        }
+
+    def launch(self, options: dict) -> tuple:
+        """Runs once, and sets the variants of both sides, of one launch or of two."""
+        results = self.wrapper.run(**options)
+        ids = self.wrapper.variant.split(", ")
+        self.prefill.variant, self.decode.variant = ids[0], ids[-1]
+        return results
+
+
+class BatchPod(Pod):
+    """BatchPODWithPagedKVCacheWrapper on inputs of a prefill batch and of a decode batch."""
+
+    make = preflash.BatchPODWithPagedKVCacheWrapper
+
+    def arrays(self) -> list[torch.Tensor]:
+        names = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
+        return [getattr(inputs, name) for inputs in (self.prefill, self.decode) for name in names]
+
+    def plan(self, arrays: Sequence = (), **overrides) -> None:
+        plan_decode(self.wrapper, self.decode, arrays or self.arrays(), **overrides)
+
+    def tensors(self) -> dict:
+        prefill, decode = self.prefill, self.decode
+        caches = {"paged_kv_cache_p": prefill.cache, "paged_kv_cache_d": decode.cache}
+        return {"q_p": prefill.q, "q_d": decode.q, **caches}
+
+    def mask(self, dense: torch.Tensor | None) -> torch.Tensor | None:
+        return dense
+
+    def options(self) -> dict:
+        names = ("custom_mask_p", "packed_custom_mask_p", "causal_p")
+        options = super().options()
+        return {"return_lse": True} | {name: options[name] for name in names}
+
+
 @judged
 def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
     """Plans and runs the wrapper."""
-    call = problem.call
+    call, single = problem.call, problem.single
     sides = [_Side(problem, name, device) for name in ("prefill", "decode")]
     changes = [watched_inputs(side.inputs) for side in sides]
     workspace = guarded.workspace(call.workspace, device)
-    make = getattr(preflash, problem.kind.value)
+    make = Pod if single else BatchPod
     with mock.patch.object(pod_plan, "_forced_apart", call.two_launches):
-        wrapper = make(workspace.given, problem.decode.layout, backend=backend)
+        pod = make(sides[0].given, sides[1].given, workspace.given, backend)
         if call.replan:
             window = 3 if problem.decode.window_left < 0 else -1
-            _plan(wrapper, problem, sides, window_left=window, sm_scale=0.1)
-            _run(wrapper, problem, sides, causal_p=not sides[0].inputs.pipeline.causal, v_scale=3.0)
-        _plan(wrapper, problem, sides)
-        if call.shorter_before and problem.kind is Kind.SINGLE:
-            wrapper.run(*_operands(problem, sides, part=2), kv_layout_p=problem.prefill.layout)
-        results = _results(wrapper, problem, sides)
-        again = _results(wrapper, problem, sides) if call.repeat else results
+            pod.plan(window_left=window, sm_scale=0.1)
+            _run(pod, call, sides, causal_p=not sides[0].inputs.pipeline.causal, v_scale=3.0)
+        pod.plan()
+        if call.shorter_before and single:
+            given, tokens = pod.tensors(), int(problem.prefill.layout == "HND")
+            given["q_p"] = given["q_p"][: problem.prefill.qo_lens[0] // 2]
+            for name in ("k_p", "v_p"):
+                given[name] = given[name].narrow(tokens, 0, problem.prefill.kv_lens[0] // 2)
+            pod.wrapper.run(**given, kv_layout_p=problem.prefill.layout)
+        # Options of the decode side that run() may be given again.
+        repeated = {"causal_d": True, **_options_of(problem.decode, "d")}
+        repeated = repeated if call.repeated and single else {}
+        results = _results(pod, call, sides, repeated)
+        again = _results(pod, call, sides, repeated) if call.repeat else results
     verdict = Verdict(workspace.failures("workspace"))
+    together = all(sum(side.inputs.case.qo_lens) for side in sides) and not call.two_launches
+    if backend == "cpu" and pod.wrapper.launches != (1 if together else 2):
+        verdict.failures.append(f"{pod.wrapper.launches} launches")
     for side, result, other, changed in zip(sides, results, again, changes, strict=True):
         failures = result.failures + changed()
         if result.out.shape[0]:
@@ -210,6 +281,7 @@ class _Side:
         return {f"out_{suffix}": self._outputs.out, f"lse_{suffix}": self._outputs.lse}
 
     def settle(self, returned) -> Result:
+        self.inputs.variant = self.given.variant
         return self._outputs.settle(returned, with_lse=self._call.return_lse[self._index])
 
     def compare(self, result: Result):
@@ -219,57 +291,26 @@ class _Side:
         expected = reference(self.inputs, pipeline=pipeline)
         return runner.compare(self.inputs, result.out, result.lse, expected, lse_base=call.lse_base)
 
-    def table(self) -> tuple[torch.Tensor, ...]:
-        return (self.given.kv_indptr, self.given.indices, self.given.last_page_len)
 
-
-def _plan(wrapper, problem: PodProblem, sides: list[_Side], **overrides) -> None:
-    arrays = sides[1].table()
-    if problem.kind is Kind.BATCH:
-        arrays = [array for side in sides for array in (side.given.qo_indptr, *side.table())]
-    plan_decode(wrapper, problem.decode, arrays, **overrides)
-
-
-def _results(wrapper, problem: PodProblem, sides: list[_Side]) -> list[Result]:
-    repeated = {}  # options of the decode side that run() may be given again
-    if problem.call.repeated and problem.kind is Kind.SINGLE:
-        repeated = {"causal_d": True, **_options_of(problem.decode, "d")}
-    returned = _run(wrapper, problem, sides, **repeated)
-    note_variants(wrapper, *(side.inputs for side in sides))
-    if wrapper.device.type == "cuda":
-        torch.cuda.synchronize(wrapper.device)
+def _results(pod: Pod, call: PodCall, sides: list[_Side], repeated: dict) -> list[Result]:
+    returned = _run(pod, call, sides, **repeated)
+    if pod.wrapper.device.type == "cuda":
+        torch.cuda.synchronize(pod.wrapper.device)
     return [side.settle(one) for side, one in zip(sides, returned, strict=True)]
 
 
-def _run(wrapper, problem: PodProblem, sides: list[_Side], **overrides):
-    call, case, prefill = problem.call, problem.prefill, sides[0].given
-    mask, packed = prefill.custom_mask, prefill.packed_custom_mask
-    if packed is not None and call.other_mask:
-        mask = inverted_mask(prefill)
+def _run(pod: Pod, call: PodCall, sides: list[_Side], **overrides) -> tuple:
     options = {
+        **pod.tensors(), **pod.options(),
         "lse_base": call.lse_base, "lse_layout": call.lse_layout,
-        "causal_p": prefill.pipeline.causal, "packed_custom_mask_p": packed,
-        **scale_arguments(call, wrapper.device),
+        **scale_arguments(call, pod.wrapper.device),
         **sides[0].fresh_outputs(), **sides[1].fresh_outputs(),
     }  # fmt: skip
-    if problem.kind is Kind.BATCH:
-        options |= {"custom_mask_p": mask, "return_lse": call.return_lse[0]}
-    else:
-        mask = None if mask is None else mask.view(case.qo_lens[0], case.kv_lens[0])
-        options |= {"custom_mask_p": mask, **_options_of(case, "p")}
-        options["return_lse_p"], options["return_lse_d"] = call.return_lse
-    return wrapper.run(*_operands(problem, sides), **options | overrides)
-
-
-def _operands(problem: PodProblem, sides: list[_Side], part: int = 1) -> tuple:
-    """Returns tensors of run(). part: of the rows and keys of a prefill of one request."""
-    prefill, decode = (side.given for side in sides)
-    if problem.kind is Kind.BATCH:
-        return (prefill.q, prefill.cache, decode.q, decode.cache)
-    (qo_len,), (kv_len,) = problem.prefill.qo_lens, problem.prefill.kv_lens
-    tokens = 0 if problem.prefill.layout == "NHD" else 1
-    keys = (t.narrow(tokens, 0, kv_len // part) for t in (prefill.k, prefill.v))
-    return (prefill.q[: qo_len // part], *keys, decode.q, decode.cache)
+    if call.other_mask and options["packed_custom_mask_p"] is not None:
+        options["custom_mask_p"] = pod.mask(inverted_mask(pod.prefill))
+    for name, value in zip(("return_lse_p", "return_lse_d"), call.return_lse, strict=True):
+        options["return_lse" if "return_lse" in options else name] = value
+    return pod.launch(options | overrides)
 
 
 def _options_of(case: Case, side: str) -> dict[str, object]:

@@ -20,16 +20,17 @@ import torch
 import wrapper_options
 from preflash import _core
 from preflash.testing import runner
-from preflash.testing.case import Case, MaskKind
+from preflash.testing.case import Case, MaskKind, Position
 from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import reference
 
 from . import guarded
-from .altered_inputs import lone, part, spoil, surrounded, with_bounds
+from .altered_inputs import lone, part, recycle, spoil, surrounded, with_bounds
 from .guarded import GivenOutputs, Guarded, Result, watched_inputs
-from .problems import Also, Call, Entry, Problem, RunOptions, Scratch
+from .problems import Also, Call, Entry, Integers, Problem, RunOptions, Scratch
 
 _MOST_ALONE = 4  # requests of a batch that are computed again
+ARRAYS = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
 # Options between q k^T and the softmax, and the values that leave them out.
 NEUTRAL = {
     "causal": False,
@@ -57,7 +58,7 @@ def judged(compute: Callable[..., Verdict]) -> Callable[..., Verdict]:
     def examine(problem, *, backend: str, device: torch.device | str = "cpu") -> Verdict:
         try:
             # The problems are small: torch's own threads would cost more than they bring.
-            with _threads(1):
+            with _threads(1), _poisoned_memory():
                 return compute(problem, backend, torch.device(device))
         except Exception as error:
             # The CPU backend is always built whole.
@@ -79,16 +80,28 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """Makes torch fill each new tensor with NaN, so that values that nothing wrote are visible."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @judged
 def examine(problem: Problem, backend: str, device: torch.device) -> Verdict:
     """Computes the problem by the wrappers for prefill."""
     call = problem.call
     with prepass_policy.forced(call.copies.value):
         inputs = _build(problem, device)
+        expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
+        recycle(inputs)
         changed = watched_inputs(inputs)
         made = Trial(problem, inputs, backend)
         result = made.run()
-        expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
         report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
         failures = report.failures + result.failures
         if problem.also in _CHECKS:
@@ -121,6 +134,28 @@ def add_garbage(inputs: Inputs) -> None:
                 inputs.packed_custom_mask[end - 1] |= 255 & ~((1 << used) - 1)
 
 
+def _integers(mask: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns a dense mask as the integers of the call, or as it is."""
+    if call.integers is Integers.NONE:
+        return mask
+    dtype = getattr(torch, call.integers.value)
+    limits = torch.iinfo(dtype)
+    kept = [1, -1, limits.min, limits.max, *(n for n in (1 << 8, 1 << 32) if n < limits.max)]
+    values = torch.tensor(kept, dtype=dtype)[torch.arange(mask.numel()) % len(kept)]
+    values = values * (mask != 0).cpu()
+    return values.to(mask.device) if call.index_on_device else values
+
+
+def _block_table(inputs: Inputs) -> torch.Tensor:
+    """Returns the pages as the first columns of a wider table, with numbers of no page."""
+    counts = inputs.kv_indptr.diff().tolist()
+    table = inputs.indices.new_full((len(counts), 2 * max(counts) + 2), 2**31 - 1)
+    pages = inputs.indices[int(inputs.kv_indptr[0]) :]
+    for row, own in zip(table, pages[: sum(counts)].split(counts), strict=True):
+        row[: len(own)] = own
+    return table[:, : max(counts) + 1]
+
+
 def _longer(mask: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
     """Returns the mask in a longer buffer. A packed one of the dense size would be refused."""
     if mask is None:
@@ -141,10 +176,17 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
     masks = {"custom_mask": given.custom_mask, "packed_custom_mask": given.packed_custom_mask}
     if call.other_mask:
         masks["custom_mask"] = inverted_mask(inputs)
+    if masks["custom_mask"] is not None:
+        masks["custom_mask"] = _integers(masks["custom_mask"], call)
     if call.long_mask:
         masks = {name: _longer(mask, inputs) for name, mask in masks.items()}
     given = dataclasses.replace(given, **masks)
-    return with_bounds(given) if call.bounds and inputs.case.paged else given
+    given = with_bounds(given) if call.bounds and inputs.case.paged else given
+    if call.columns:
+        arrays = {name: getattr(given, name) for name in ARRAYS if getattr(given, name) is not None}
+        columns = {name: torch.stack([t, ~t], 1)[:, 0] for name, t in arrays.items()}
+        given = dataclasses.replace(given, **columns)
+    return dataclasses.replace(given, indices=_block_table(given)) if call.table else given
 
 
 def scale_arguments(
@@ -177,6 +219,8 @@ class Trial:
 
     def _plan(self) -> None:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
+        if self.call.entry is Entry.FORWARD and self.inputs.case.fixed_split_size is not None:
+            part = 1.0  # forward() may need more than the plan
         try:
             self._plan_in(int(self._workspace_bytes() * part))
         except ValueError as error:
@@ -188,7 +232,12 @@ class Trial:
     def _plan_in(self, num_bytes: int) -> None:
         self.workspace = guarded.workspace(num_bytes, self.device)
         self.wrapper = self._wrapper(self.workspace.given)
-        if self.problem.also is Also.REPLAN:  # with options of which none may stay
+        if self.problem.also is Also.REPLAN:  # with heads and options of which none may stay
+            if not self.call.graph:
+                case = self.inputs.case
+                kept = {"page_size": case.page_size, "layout": case.layout}
+                other = Case("other", (9, 2), (5, 0), 5, 1, 40, mask=MaskKind.CUSTOM, **kept)
+                runner.plan(self.wrapper, build(other, device=self.device))
             runner.plan(self.wrapper, self.given, **self._something_else())
             runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
         hints = wrapper_options.hints(self.inputs) if self.call.hints else {}
@@ -203,7 +252,12 @@ class Trial:
     def _plan_overrides(self) -> dict[str, object]:
         """Returns options that plan() gets otherwise, because a later call is given them."""
         if self.call.entry is Entry.FORWARD:
-            return {name: NEUTRAL[name] for name in self._logits_options()}
+            other = NEUTRAL | self._something_else()
+            if self.inputs.case.position is Position.ROPE:
+                other |= {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 77.0}
+            if self.call.bounds:  # a window and a fixed split do not go together there
+                other["window_left"] = -1
+            return {name: other[name] for name in self._logits_options()}
         return {"window_left": -1} if self.call.window_at_run else {}
 
     def _bounds(self) -> dict[str, object]:
@@ -261,6 +315,9 @@ class Trial:
         if call.skip_factor:
             options["skip_softmax_threshold_scale_factor"] = call.skip_factor
         if call.entry is Entry.SINGLE:
+            if (mask := self.given.custom_mask) is not None:
+                shape = (-1,) if call.long_mask else self.inputs.masks[0].shape
+                options["custom_mask"] = mask.view(shape)
             return runner.single(self.inputs, backend=self.backend, **options)
         return runner.run(self.wrapper, self.given, **options)
 
@@ -278,6 +335,10 @@ class Trial:
 
 
 def _repeat(trial: Trial, result: Result) -> list[str]:
+    """Checks a run after one with other sinks and scales, and a run of another wrapper."""
+    if trial.wrapper is not None:
+        sinks = torch.zeros(trial.inputs.case.num_qo_heads, device=trial.device)
+        runner.run(trial.wrapper, trial.given, sinks=sinks, v_scale=3.0)
     again = {"run": trial, "wrapper": trial.another(trial.inputs)}
     return [f"a second {x} has other bits" for x in again if not again[x].run().same_bits(result)]
 
@@ -296,7 +357,8 @@ def _invariant(trial: Trial, result: Result) -> list[str]:
     for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
         for begin, end in _parts(rng, trial.inputs.case, i):
             graph = rng.random() < 0.5
-            computed = trial.another(part(trial.inputs, i, begin, end), graph=graph).run()
+            changes = {"graph": graph, "table": trial.call.table and not graph}
+            computed = trial.another(part(trial.inputs, i, begin, end), **changes).run()
             if not computed.same_bits(own.rows(begin, end)):
                 kind = "with a graph's buffers" if graph else "eager"
                 failures.append(f"rows {begin} to {end} of request {i}, {kind}, have other bits")

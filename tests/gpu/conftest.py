@@ -1,7 +1,7 @@
 """Everything here needs an NVIDIA GPU; a build that holds part of the matrix runs what it holds."""
 
 import pytest
-from require_variant import skip_unless_compiled, why_no_fa3
+from require_variant import why_no_fa3
 
 
 def pytest_configure(config):
@@ -20,11 +20,3 @@ def fa3() -> str:
 def backend(request) -> str:
     """Each backend that can run: a test that asks for it runs on all of them."""
     return request.getfixturevalue("fa3") if request.param == "fa3" else request.param
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem):
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        skip_unless_compiled(pyfuncitem, error)

@@ -38,8 +38,7 @@ def pair(**change) -> dict:
     return {"segments": [prefill, segment([1] * 2, [4000] * 2, num_qo_heads=16) | change]}
 
 
-# Changes of good arguments, which validate() refuses; those of every call are in C's tests,
-# test_c_refusals.py.
+# Changes that validate() refuses; tests/c/test_c_refusals.py has those of every call.
 CHANGES = [
     (RAGGED, {"qo_indptr": []}, r"qo_indptr is empty"),
     (RAGGED, {"kv_indptr": [0, 10, 14, 13]}, r"^kv_indptr\[3\] = 13 .*\[2\] = 14"),
@@ -54,7 +53,6 @@ CHANGES = [
     (RAGGED, {"fixed_split_size": 64, "window_left": 9, "lengths_are_upper_bounds": True},
      r"fixed_split_size = 64: keys under a window \(window_left = 9\)"),
     (RAGGED, {"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),
-    (RAGGED, {"graph_max_rows": -1}, r"graph_max_rows = -1"),
 
     (RAGGED, {"qo_indptr": [0, LIMIT // 2 + 1], "kv_indptr": [0, 1]},
      rf"qo_indptr\[1\]: request 0 .*{LIMIT + 2} rows"),

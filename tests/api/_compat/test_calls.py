@@ -17,6 +17,7 @@ import torch
 from planned_cases import PAGED_ARRAYS, tensors, unplanned
 from preflash.testing import Case, MaskKind, Sinks, build, compare, poison, runner
 from preflash.testing.oracle import reference
+from refusals import refused
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -467,8 +468,7 @@ def test_refusals(target, case, error, match, call):
     if inputs.sinks is not None:
         wrapper = of_sinks(wrapper, inputs)
     runner.plan(wrapper, inputs)
-    with pytest.raises(error, match=match):
-        call(wrapper, inputs)
+    refused(match, call, wrapper, inputs, error=error)
     check(inputs, runner.run(wrapper, inputs))
 
 
@@ -492,8 +492,7 @@ def test_the_environment_overrides_the_backend(monkeypatch, backend):
 
 def test_other_environments(monkeypatch):
     monkeypatch.setenv("PREFLASH_BACKEND", "fa4")
-    with pytest.raises(ValueError, match="PREFLASH_BACKEND='fa4'"):
-        runner.make_wrapper(RAGGED, backend="cpu")
+    refused("PREFLASH_BACKEND='fa4'", runner.make_wrapper, RAGGED, backend="cpu")
     for value in ("cpu", ""):  # which override nothing
         monkeypatch.setenv("PREFLASH_BACKEND", value)
         assert "PREFLASH_BACKEND" not in repr(runner.make_wrapper(RAGGED, backend="cpu"))

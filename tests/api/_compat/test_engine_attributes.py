@@ -9,6 +9,7 @@ import pytest
 import torch
 from planned_cases import check_run, planned, unplanned
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 
 RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
@@ -46,8 +47,7 @@ def table_of(inputs) -> tuple:
 
 def assert_refused(wrapper, *names, value=None, error=AttributeError, says="{} is read-only"):
     for name in names:
-        with pytest.raises(error, match=says.format(name)):
-            setattr(wrapper, name, value)
+        refused(says.format(name), setattr, wrapper, name, value, error=error)
 
 
 @WRAPPERS
@@ -100,8 +100,7 @@ def test_arrays_of_a_plan_cannot_be_written(target, name):
     be those of the plan. plan() itself takes them."""
     inputs, wrapper = planned(dataclasses.replace(PAGED, mask=MaskKind.CUSTOM), target)
     for write in WRITES:
-        with pytest.raises(NotImplementedError, match=r"plan\(\)"):
-            write(getattr(wrapper, name))
+        refused(r"plan\(\)", write, getattr(wrapper, name), error=NotImplementedError)
     getattr(wrapper, name).view(-1).clone().fill_(0)
     check_run(inputs, wrapper)
     wrapper.plan(
@@ -145,8 +144,7 @@ def test_graph_buffers_that_are_set_afterwards(target, case):
 def test_graph_buffers_that_are_missing(target):
     inputs, wrapper = unplanned(PAGED, target)
     wrapper._use_cuda_graph = True
-    with pytest.raises(ValueError, match="qo_indptr_buf=None"):
-        runner.plan(wrapper, inputs)
+    refused("qo_indptr_buf=None", runner.plan, wrapper, inputs)
     wrapper._use_cuda_graph = False
     runner.plan(wrapper, inputs)
     check_run(inputs, wrapper)

@@ -9,6 +9,7 @@ import torch
 from changed_tensors import entry
 from fuzz.fmha_problems import SPARE, FmhaCase, build
 from planned_cases import mistakes, spoil
+from refusals import refused
 
 attention = preflash.trtllm_fmha_v2_prefill
 
@@ -117,8 +118,7 @@ def test_wrong_arguments_are_refused_by_name(case, argument, value, error, says)
     inputs = build(case)
     out = inputs.arguments.get("out")
     spoil(inputs.arguments, argument, value)
-    with pytest.raises(error, match=says):
-        attention(**inputs.arguments)
+    refused(says, attention, error=error, **inputs.arguments)
     assert out is None or out.isnan().all()
 
 
@@ -157,16 +157,15 @@ def test_tensors_that_require_grad(dtype):
         ("out", leaf.view(leaf.shape), r"^out requires grad"),
         ("qkv", (q.clone().requires_grad_(), *kv), "no gradients"),
     ):
-        with pytest.raises(NotImplementedError, match=says):
-            attention(**given | {name: value})
+        refused(says, attention, error=NotImplementedError, **given | {name: value})
     assert bool((leaf.detach().float() == 7.0).all())
 
 
 @pytest.mark.gpu
 def test_lengths_on_the_host_cannot_be_captured():
     inputs = build(dataclasses.replace(SEPARATE, stats=False), "cuda", "cpu")
-    refused = pytest.raises(RuntimeError, match="seq_lens is on the CPU")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+    raises = pytest.raises(RuntimeError, match="seq_lens is on the CPU")
+    with raises, torch.cuda.graph(torch.cuda.CUDAGraph()):
         attention(**inputs.arguments)
 
 

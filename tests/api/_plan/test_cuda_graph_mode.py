@@ -8,9 +8,10 @@ import itertools
 import preflash
 import pytest
 import torch
+from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture
 from interrupts import interrupted
-from planned_cases import plan_decode, table
+from planned_cases import table
 from preflash.testing import Case, MaskKind, build, compare, reference, runner
 from preflash.testing.oracle import Pipeline
 from refusals import refused

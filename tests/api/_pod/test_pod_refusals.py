@@ -6,6 +6,7 @@ import torch
 from planned_cases import mistakes, spoil
 from pods import BatchPod, Pod
 from preflash.testing import Case
+from refusals import refused
 
 HEADS, HEAD_DIM, PAGE, ROWS, KEYS = 4, 64, 16, 7, 40
 HALF = {"dtype": torch.float16}
@@ -80,8 +81,7 @@ def check_refusal(pod, changed: dict, error, says) -> None:
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
     before = {name: t.clone() for name, t in tensors.items()}
     for _ in range(2):
-        with pytest.raises(error, match=says):
-            pod.run(**given)
+        refused(says, pod.run, error=error, **given)
         for name, value in tensors.items():
             assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8)), name
         pod.check()
@@ -201,8 +201,7 @@ OTHER_CALLS = [
 @pytest.mark.parametrize(("kind", "method", "changes", "error", "match"), OTHER_CALLS)
 def test_other_calls(target, kind, method, changes, error, match):
     pod = kind(target)
-    with pytest.raises(ValueError, match="before plan"):
-        pod.run()
+    refused("before plan", pod.run)
     pod.plan()
     calls = {
         "plan": pod.plan,
@@ -210,6 +209,5 @@ def test_other_calls(target, kind, method, changes, error, match):
         "run_by_position": lambda more: pod.wrapper.run(*pod.tensors().values(), *more),
         "remake": lambda **options: kind(target, **options),
     }
-    with pytest.raises(error, match=match):
-        calls[method](**(changes(pod) if callable(changes) else changes))
+    refused(match, calls[method], error=error, **changes(pod) if callable(changes) else changes)
     pod.check()

@@ -1,4 +1,4 @@
-"""fp8: factors of tensors and of heads, saturation, and refusals. test_cases.py has the cases."""
+"""fp8: factors of heads, saturation, and refusals. Random problems have everything else."""
 
 import dataclasses
 
@@ -7,7 +7,6 @@ import torch
 from planned_cases import check_run, planned
 from preflash.testing import Case, MaskKind, reference, runner
 from refusals import refused
-from test_cases import DTYPES
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -16,19 +15,6 @@ RAGGED = Case("ragged", (9, 3), (30, 5), 4, 2, 64, mask=MaskKind.CAUSAL)
 
 def with_dtypes(q, kv=None, out=None, **changes) -> Case:
     return dataclasses.replace(RAGGED, dtype=q, kv_dtype=kv, o_dtype=out, **changes)
-
-
-@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_one_factor_for_a_tensor(target, page_size, dtypes):
-    """q_scale and k_scale multiply the logits and v_scale the output, with factors of heads too."""
-    factors = {"q_scale": 0.5, "k_scale": 3.0, "v_scale": -0.25}
-    as_tensors = {n: torch.tensor([x], device=target.device) for n, x in factors.items()}
-    for head_scales, given in ((False, factors), (True, as_tensors)):
-        case = with_dtypes(*dtypes, head_scales=head_scales, page_size=page_size)
-        inputs, wrapper = planned(case, target)
-        pipeline = dataclasses.replace(inputs.pipeline, sm_scale=case.scale * 1.5, out_scale=-0.25)
-        check_run(inputs, wrapper, reference(inputs, pipeline=pipeline), **given)
 
 
 @pytest.mark.parametrize("name", ["scale_q", "scale_k", "scale_v"])

@@ -11,8 +11,9 @@ import preflash
 import pytest
 import torch
 import wrapper_options
+from fuzz.pod_trial import plan_decode
 from graph_stage import Limits, Stage, capture
-from planned_cases import check_run, plan_decode, tensors
+from planned_cases import check_run, tensors
 from preflash.testing import Case, MaskKind, build, runner
 from refusals import all_refused, refused
 

@@ -11,6 +11,7 @@ import torch
 from compiled_calls import NAMES, RAGGED, WHOLE, assert_same, calls_of
 from planned_cases import planned
 from preflash.testing import Case, MaskKind, build, runner
+from refusals import refused
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -211,16 +212,15 @@ def test_gradients(target):
         torch.compile(loss, backend="aot_eager", fullgraph=fullgraph) for fullgraph in (True, False)
     )
     gradient = torch.func.grad(loss)
-    refused = [(call, leaves) for call in (compiled, functional, in_parts, make_fx(loss)(*tensors))]
-    refused += [(make_fx(loss, tracing_mode=mode), leaves) for mode in ("real", "fake", "symbolic")]
-    refused += [(torch.compile(gradient, backend="eager"), tensors), (make_fx(gradient), tensors)]
-    refused += [(torch.func.grad(torch.compile(loss, backend="eager")), tensors)]
-    refused += [(of(compiled), tensors) for of in (torch.func.jacrev, torch.func.grad)]
-    for call, given in refused:
+    wrong = [(call, leaves) for call in (compiled, functional, in_parts, make_fx(loss)(*tensors))]
+    wrong += [(make_fx(loss, tracing_mode=mode), leaves) for mode in ("real", "fake", "symbolic")]
+    wrong += [(torch.compile(gradient, backend="eager"), tensors), (make_fx(gradient), tensors)]
+    wrong += [(torch.func.grad(torch.compile(loss, backend="eager")), tensors)]
+    wrong += [(of(compiled), tensors) for of in (torch.func.jacrev, torch.func.grad)]
+    for call, given in wrong:
         torch._dynamo.reset()
         assert_same(compiled(*tensors), loss(*tensors))
-        with pytest.raises((NotImplementedError, RuntimeError), match="forward only"):
-            call(*given)
+        refused("forward only", call, *given, error=(NotImplementedError, RuntimeError))
     assert_same(compiled(*tensors), loss(*tensors))
     with torch.no_grad():
         for call in (compiled, functional, in_parts):
@@ -230,8 +230,7 @@ def test_gradients(target):
 def test_causal_in_the_place_of_a_mask(target):
     q = torch.zeros(3, 2, 64, device=target.device)
     single = torch.compile(preflash.single_prefill_with_kv_cache, backend="eager")
-    with pytest.raises(TypeError, match=r"custom_mask=True.* pass causal=True by name"):
-        single(q, q, q, True)
+    refused(r"custom_mask=True.* pass causal=True by name", single, q, q, q, True, error=TypeError)
 
 
 def test_what_is_refused_is_refused_when_it_runs(target):
@@ -252,8 +251,7 @@ def test_what_is_refused_is_refused_when_it_runs(target):
             "out has strides",
         ),
     ):
-        with pytest.raises(error, match=says):
-            compiled(one, q, *kv, **options)
+        refused(says, compiled, one, q, *kv, error=error, **options)
     compilations = counter.frame_count
     runner.plan(unplanned, inputs)
     for one in (unplanned, wrapper):
@@ -293,5 +291,4 @@ def test_fp8_output_dtype_that_changes():
         wrapper.plan(*positional, **{**options, "o_data_type": o_data_type})
         assert_same(compiled(*tensors), call(*tensors))
     wrapper.plan(*positional, **{**options, "o_data_type": torch.float16})
-    with pytest.raises(ValueError, match=r"o_data_type=torch\.float16 in plan\(\).*bfloat16"):
-        compiled(*tensors)
+    refused(r"o_data_type=torch\.float16 in plan\(\).*bfloat16", compiled, *tensors)

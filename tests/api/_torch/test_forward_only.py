@@ -10,6 +10,7 @@ from fuzz.guarded import bits
 from planned_cases import planned, tensors
 from pods import Pod
 from preflash.testing import runner
+from refusals import refused
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -72,8 +73,7 @@ def test_requires_grad(differentiable):
         for name, given in differentiable.with_one(leaf):
             before = [bits(t.detach()).clone() for t in given]
             says = rf"^{name} requires grad.*forward only.*no_grad.*detach"
-            with pytest.raises(NotImplementedError, match=says):
-                differentiable.call(*given)
+            refused(says, differentiable.call, *given, error=NotImplementedError)
             assert all(map(torch.equal, (bits(t.detach()) for t in given), before))
             with mode():
                 differentiable.right(differentiable.call(*given))
@@ -138,8 +138,7 @@ def test_saved_tensors_are_not_overwritten_unseen(target, name):
             loss = (weight * output).sum()
             with torch.no_grad():
                 call()
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
+            refused("modified by an inplace operation", loss.backward, error=RuntimeError)
     with torch.inference_mode():  # whose tensors have no version
         writes(name, target)[0]()
 
@@ -202,12 +201,10 @@ def test_a_wrapper_that_is_gone_or_of_another_process(target):
     (node,) = (node for node in other.graph.nodes if str(node.target).startswith("preflash.run"))
     node.update_arg(0, f"{node.args[0]}@0123456789abcdef")
     other.recompile()
-    with pytest.raises(ValueError, match="another process"):
-        other(*given)
+    refused("another process", other, *given)
     del wrapper
     gc.collect()
-    with pytest.raises(ValueError, match=r"wrapper='\d+@\w+'.*is gone"):
-        graph(*given)
+    refused(r"wrapper='\d+@\w+'.*is gone", graph, *given)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -7,9 +7,10 @@ import preflash
 import pytest
 import torch
 from interrupts import interrupted
-from preflash.testing import compare, oracle, poison, runner
+from preflash.testing import Case, KvForm, build, compare, oracle, poison, runner
 from preflash.testing.inputs import indptr
 from preflash.testing.oracle import Pipeline
+from refusals import refused
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 8, 2, 64
 QUERIES = (1, 3, 2, 1, 4)  # of every sequence
@@ -26,42 +27,32 @@ class Tree:
     """A pool, a page table for every level, and the keys of every sequence."""
 
     def __init__(self, device, levels=LEVELS, dtype=torch.bfloat16, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        pages = sum(-(-keys // PAGE) for level in levels for _, keys in level)
-        shape = (pages + 3, 2, PAGE, KV_HEADS, DIM)
-        self.cache = torch.randn(shape, generator=generator).to(dtype)
-        self.q = torch.randn(sum(QUERIES), HEADS, DIM, generator=generator).to(dtype)
-        order = iter(torch.randperm(pages + 3, generator=generator).tolist())
+        nodes = [node for level in levels for node in level]
+        rows, keys = ([sum(QUERIES[i] for i in who) for who, _ in nodes], [n for _, n in nodes])
+        sizes = (HEADS, KV_HEADS, DIM, DIM, dtype, PAGE)
+        case = Case("tree", tuple(rows), tuple(keys), *sizes, form=KvForm.COMBINED)
+        inputs = build(case, device=device, seed=seed)
+        self.q, self.cache = inputs.q[-sum(QUERIES) :], inputs.cache
         self.keys = [[] for _ in QUERIES]
-        self.values = [[] for _ in QUERIES]
-        self.tables = ([], [], [], [])
-        for level in levels:
-            node_pages = [[next(order) for _ in range(-(-keys // PAGE))] for _, keys in level]
-            for (sequences, keys), own in zip(level, node_pages, strict=True):
-                for i in sequences:
-                    self.keys[i].append(self.cache[own, 0].flatten(0, 1)[:keys])
-                    self.values[i].append(self.cache[own, 1].flatten(0, 1)[:keys])
-                last = keys - PAGE * (len(own) - 1)
-                self.cache[own[-1], :, last:] = float("nan")  # of no request
-            table = (
-                indptr([sum(QUERIES[i] for i in sequences) for sequences, _ in level]),
-                indptr([len(own) for own in node_pages]),
-                torch.tensor([page for own in node_pages for page in own], dtype=torch.int32),
-                torch.tensor([(keys - 1) % PAGE + 1 for _, keys in level], dtype=torch.int32),
-            )
-            for arrays, array in zip(self.tables, table, strict=True):
-                arrays.append(array.to(device))
-        self.cache, self.q = self.cache.to(device), self.q.to(device)
+        for node, (who, _) in enumerate(nodes):
+            for i in who:
+                self.keys[i].append(inputs.request(node))
+        sizes = list(map(len, levels))
+        pages = torch.tensor([len(own) for own in inputs.page_table]).split(sizes)
+        self.tables = (
+            [indptr(own.tolist(), device) for own in torch.tensor(rows).split(sizes)],
+            [indptr(own.tolist(), device) for own in pages],
+            list(inputs.indices.split([int(own.sum()) for own in pages])),
+            list(inputs.last_page_len.split(sizes)),
+        )
 
     def expected(self, pipeline):
-        parts, begin = [], 0
-        for keys, values, count in zip(self.keys, self.values, QUERIES, strict=True):
-            q = self.q[begin : begin + count].cpu()
-            parts.append(oracle.attend(q, torch.cat(keys), torch.cat(values), pipeline))
-            begin += count
-        whole = oracle.concatenate(parts)
+        whole = oracle.concatenate([
+            oracle.attend(q, *(torch.cat([getattr(one, n) for one in own]) for n in "kv"), pipeline)
+            for q, own in zip(self.q.split(QUERIES), self.keys, strict=True)
+        ])  # fmt: skip
         whole.spread = whole.spread + len(self.tables[0]) * whole.out.abs()  # roundings of merges
-        return whole.map(lambda t: t.to(self.q.device))
+        return whole
 
 
 ARGUMENTS = (HEADS, KV_HEADS, DIM, PAGE)
@@ -139,8 +130,7 @@ def test_an_interrupted_plan(target):
             continue
         ends["none"] += 1
         assert "not planned" in repr(wrapper)
-        with pytest.raises(ValueError, match=r"did not come to its end: call plan\(\) again"):
-            wrapper.run(other.q, other.cache)
+        refused(r"did not come to its end: call plan\(\) again", wrapper.run, other.q, other.cache)
         wrapper.plan(*other.tables, *ARGUMENTS, **BF16)
         check(wrapper, other)
     assert min(ends.values()) > 0, ends
@@ -211,6 +201,5 @@ def test_a_refusal_changes_no_level(target):
     tree, wrapper = made(target)
     before = wrapper.run(tree.q, tree.cache)
     for call, error, says in REFUSED:
-        with pytest.raises(error, match=says):
-            call(wrapper, target.device)
+        refused(says, call, wrapper, target.device, error=error)
         assert torch.equal(wrapper.run(tree.q, tree.cache), before)

@@ -19,6 +19,7 @@ from preflash.testing import (
     runner,
 )
 from preflash.testing.oracle import Pipeline
+from refusals import refused
 
 KV_LENS = (90, 0, 17, 1, 333)
 CASE = Case("decode", (1,) * 5, KV_LENS, 8, 2, 128, page_size=16)
@@ -192,8 +193,7 @@ def test_refusals(target):
     inputs, wrapper = check_plan(CASE, target, **BOTH_TYPES)
     wrapper._sinks, before = None, wrapper.run(inputs.q, inputs.cache)
     for call, error, says in REFUSED:
-        with pytest.raises(error, match=says):
-            call(wrapper, inputs, runner.workspace(target.device))
+        refused(says, call, wrapper, inputs, runner.workspace(target.device), error=error)
         assert wrapper._sinks is None
         assert torch.equal(wrapper.run(inputs.q, inputs.cache), before)
 
@@ -264,8 +264,7 @@ def test_scales_by_position(target):
     scales = (inputs.scales.q, inputs.scales.k, inputs.scales.v)
     result = wrapper.run(inputs.q, inputs.cache, *scales, return_lse=True)
     runner.compare(inputs, *result).check()
-    with pytest.raises(TypeError, match="too many"):
-        wrapper.run(inputs.q, inputs.cache, *scales[:2])
+    refused("too many", wrapper.run, inputs.q, inputs.cache, *scales[:2], error=TypeError)
 
 
 LENGTHS = {"Decode": ((1,) * 4, (37, 17, 1, 90)), "Prefill": ((9, 0, 33, 1), (40, 7, 90, 5))}
@@ -300,6 +299,5 @@ def test_shared_prefixes(target, kind, layout, prefix, options):
         with pytest.raises(ValueError, match=r"must be|must have"):
             wrapper.forward(inputs.q, k[:, :1], v[:, :1, :64], inputs.cache)
         if kind == "Prefill":
-            with pytest.raises(ValueError, match="rope_theta"):
-                wrapper.forward(inputs.q, k, v, inputs.cache, rope_theta=5e5)
+            refused("rope_theta", wrapper.forward, inputs.q, k, v, inputs.cache, rope_theta=5e5)
         wrapper.end_forward()

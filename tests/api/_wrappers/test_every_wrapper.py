@@ -1,13 +1,17 @@
-"""`variant` and `repr()` of a wrapper name its kernels; names have FlashInfer's modules."""
+"""`variant` and `repr()` of a wrapper name its kernels; names have FlashInfer's modules; every
+parameter that a signature calls bool refuses 0 and 1 as 2: they are another argument's."""
 
+import functools
 import importlib
 import inspect
 
+import numpy as np
 import preflash
 import pytest
 import torch
 from preflash import _core
 from preflash.testing import runner
+from refusals import refused
 
 HEADS = (4, 2, 64)  # query heads, KV heads, head_dim
 PAGE = 16
@@ -99,3 +103,70 @@ def test_methods_of_a_wrapper(name):
     )
     assert list(plan.values()) == list(begin.values())
     assert set(plan) - {"non_blocking"} == set(size) - {"non_blocking"}
+
+
+ROWS, KEYS_OF_ALL = torch.ones(2, 4, 64).bfloat16(), torch.ones(21, 2, 64).bfloat16()
+CACHE = torch.ones(2, 2, PAGE, 2, 64).bfloat16()
+# Arguments of run().
+RUNS = {
+    "BatchPrefillWithPagedKVCacheWrapper": (ROWS, CACHE),
+    "BatchPrefillWithRaggedKVCacheWrapper": (ROWS, KEYS_OF_ALL, KEYS_OF_ALL),
+    "BatchDecodeWithPagedKVCacheWrapper": (ROWS, CACHE),
+    "PODWithPagedKVCacheWrapper": (ROWS, KEYS_OF_ALL, KEYS_OF_ALL, ROWS, CACHE),
+    "BatchPODWithPagedKVCacheWrapper": (ROWS, CACHE, ROWS, CACHE),
+    "MultiLevelCascadeAttentionWrapper": (ROWS, CACHE),
+}
+CUDNN = {
+    "max_token_per_sequence": 2, "max_sequence_kv": 21, "actual_seq_lens_q": torch.tensor([2]),
+    "actual_seq_lens_kv": torch.tensor([21]), "causal": True, "return_lse": False,
+}  # fmt: skip
+
+
+def made(name, **flags):
+    levels = (2,) if name.startswith("MultiLevel") else ()
+    return getattr(preflash, name)(*levels, runner.workspace(), **flags)
+
+
+def planned(name, **flags):
+    wrapper, (_, arguments, options) = made(name), WRAPPERS[name]
+    wrapper.plan(*arguments, **options | flags)
+    return wrapper
+
+
+def called(name, method, **flags):
+    return getattr(planned(name), method)(*RUNS[name], **flags)
+
+
+def calls():
+    """Yields functions that have flags, each with a call that takes them by name."""
+    for name in RUNS:
+        kind = getattr(preflash, name)
+        yield kind.__init__, functools.partial(made, name)
+        yield kind.plan, functools.partial(planned, name)
+        yield kind.run, functools.partial(called, name, "run")
+        if hasattr(kind, "forward_return_lse"):
+            yield kind.forward, functools.partial(called, name, "forward")
+    given = (ROWS, KEYS_OF_ALL, KEYS_OF_ALL)
+    single, decode = preflash.single_prefill_with_kv_cache, preflash.single_decode_with_kv_cache
+    cudnn = preflash.cudnn_batch_prefill_with_kv_cache
+    yield single, functools.partial(single, *given)
+    yield decode, functools.partial(decode, ROWS[0], *given[1:])
+    yield cudnn, functools.partial(cudnn, *given, 0.1, runner.workspace(), **CUDNN)
+
+
+FLAGS = {
+    f"{function.__qualname__}-{name}": (call, name)
+    for function, call in calls()
+    for name, parameter in inspect.signature(function).parameters.items()
+    if "bool" in str(parameter.annotation) and "Tensor" not in str(parameter.annotation)
+}
+assert len(FLAGS) > 40
+
+
+@pytest.mark.parametrize(("call", "name"), FLAGS.values(), ids=FLAGS)
+def test_an_integer_is_no_flag(call, name):
+    for value in (False, np.bool_(False)):  # a cached plan of False must not answer for 0
+        call(**{name: value})
+    for value in (0, 1, 2):
+        says = rf"{name}\b.*(True|False)"
+        refused(says, call, error=(TypeError, NotImplementedError), **{name: value})

@@ -9,6 +9,7 @@ import torch
 from preflash.testing import comparison
 from preflash.testing.oracle import Pipeline, attend
 from preflash.testing.runner import workspace
+from refusals import refused
 
 ROWS, KEYS, HEADS = 37, 48, (4, 2)
 VARIABLE = "VariableBlockSparseAttentionWrapper"
@@ -142,14 +143,11 @@ def test_refusals(target):
     wrappers = [(RIGHT, unplanned(target)), (SIZES, unplanned(target, VARIABLE))]
     for right, options, error, says in REFUSED:
         (wrapper,) = (one for arguments, one in wrappers if arguments is right)
-        with pytest.raises(error, match=says):
-            wrapper.plan(**{**right, **options})
-        with pytest.raises(ValueError, match="before plan"):
-            wrapper.run(q, k, v)
+        refused(says, wrapper.plan, error=error, **{**right, **options})
+        refused("before plan", wrapper.run, q, k, v)
     wrapper = wrappers[0][1]
     wrapper.plan(**RIGHT)
-    with pytest.raises(ValueError, match="N = 48"):
-        wrapper.run(q, k[1:], v)
+    refused("N = 48", wrapper.run, q, k[1:], v)
 
 
 @pytest.mark.parametrize("variable", [False, True], ids=["converted", "of any size"])
@@ -179,8 +177,7 @@ def test_outputs_that_are_copied_into(target, variable):
         (ValueError, "shares memory with lse", sharing),
         (ValueError, "out shares memory with k", {"k": on_k, "out": wide}),
     ):
-        with pytest.raises(error, match=says):
-            wrapper.run(**{"q": q, "k": k, "v": v, **options})
+        refused(says, wrapper.run, error=error, **{"q": q, "k": k, "v": v, **options})
 
 
 def sizes(total: int, count: int, heads: int, unit: int, seed: int) -> torch.Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from fuzz import guarded
 from planned_cases import check_run, planned, tensors, unplanned
-from preflash.testing import Case, MaskKind, build, runner
+from preflash.testing import Case, MaskKind, build, poison, runner
+from refusals import refused
 
 RAGGED = Case("ragged", (33, 5, 0, 70), (40, 90, 7, 70), 4, 2, 64, mask=MaskKind.CAUSAL)
 PAGED = dataclasses.replace(RAGGED, name="paged", page_size=16)
@@ -41,6 +42,20 @@ def test_forms_of_the_result(target, case):
 
 
 @both
+def test_padded_q(target, case):
+    """CUDA-graph buckets: q has more rows than the plan, which serves q without padding too."""
+    inputs, wrapper = planned(case, target)
+    (rows, heads, dim), (_, *kv) = inputs.q.shape, tensors(inputs)
+    q = torch.cat([inputs.q, poison((3, heads, dim), case.dtype, target.device)])
+    lse = torch.zeros(len(q), heads, device=target.device)
+    runner.compare(inputs, wrapper.run(q, *kv)[:rows], None).check()
+    check_run(inputs, wrapper)
+    refused(r"q has shape .*at least qo_indptr\[-1\]", wrapper.run, q[: rows - 1], *kv)
+    refused("^out has shape", wrapper.run, q, *kv, out=q[:rows].clone(), lse=lse)
+    refused("^lse has shape", wrapper.run, q, *kv, out=q.clone(), lse=lse[:rows])
+
+
+@both
 def test_windows_of_run(case, target):
     """Later runs with a window find its variant at once: that of the current plan, though more
     windows have come since than variants are cached."""
@@ -58,8 +73,8 @@ def test_windows_of_run(case, target):
             assert torch.equal(wrapper.run(*tensors(inputs), window_left=window), out)
         windows.reverse()  # the next plan begins with the last window of this one
     for wrong in (-2, True, 1.5, "3"):
-        with pytest.raises((TypeError, ValueError), match="window_left"):
-            wrapper.run(*tensors(inputs), window_left=wrong)
+        given, error = tensors(inputs), (TypeError, ValueError)
+        refused("window_left", wrapper.run, *given, error=error, window_left=wrong)
 
 
 def test_attributes(target):
@@ -96,19 +111,4 @@ def test_workspace_size_is_enough_and_needed(target):
         assert memory.failures("workspace") == []
     for split in ({"fixed_split_size": None}, {"disable_split_kv": True}):
         runner.plan(wrapper, inputs, **split)
-        check_run(inputs, wrapper)
-
-
-def test_plan_again_with_other_heads_and_dtypes(target):
-    lens, half = ((20, 3), (50, 60)), {"dtype": torch.float16}
-    plans = [
-        Case("first", *lens, 4, 2, 64, **half),
-        Case("heads", *lens, 5, 1, 64, mask=MaskKind.CAUSAL),
-        Case("dims", *lens, 4, 4, 192, 128, mask=MaskKind.CUSTOM),
-        Case("again", (9,), (0,), 4, 2, 128, soft_cap=3.0, **half),
-    ]
-    _, wrapper = unplanned(plans[0], target)
-    for seed, case in enumerate(plans):
-        inputs = build(case, device=target.device, seed=seed)
-        runner.plan(wrapper, inputs)
         check_run(inputs, wrapper)
