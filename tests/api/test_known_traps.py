@@ -71,18 +71,3 @@ def test_the_last_row_ends_the_allocation(target, dim):
     inputs = build(Case("dim", (17,), (40,), 2, 1, dim, mask=CAUSAL), device=target.device)
     inputs.k, inputs.v = inputs.k[:40].clone(), inputs.v[:40].clone()
     runner.check(inputs, backend=target.backend)
-
-
-@pytest.mark.parametrize("index_device", ["cpu", "target"])
-def test_strided_indptr(target, index_device):
-    """indptr and lengths as columns of a larger table."""
-    where = target.device if index_device == "target" else "cpu"
-    case = Case("strided", (9, 40, 3), (33, 40, 130), *HEADS, page_size=16, mask=CAUSAL)
-    inputs = build(case, device=target.device, index_device=where)
-    for name in ("qo_indptr", "kv_indptr", "indices", "last_page_len"):
-        array = getattr(inputs, name)
-        table = torch.full((array.numel(), 3), 10**6, dtype=torch.int32, device=where)
-        table[:, 1] = array
-        setattr(inputs, name, table[:, 1])
-        assert not getattr(inputs, name).is_contiguous()
-    runner.check(inputs, backend=target.backend)

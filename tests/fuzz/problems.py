@@ -60,6 +60,16 @@ class Copies(enum.Enum):
     NEVER = "never"
 
 
+class Integers(enum.Enum):
+    """The integers of a dense mask: the low bytes of some are 0, some are negative."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+
+
 class Also(enum.Enum):
     """Further checks, besides the numbers."""
 
@@ -114,6 +124,9 @@ class Call(RunOptions):
     bounds: bool = drawn(*[False] * 5, True)
     other_mask: bool = drawn(False, True)  # beside a packed mask a dense one, which does not count
     long_mask: bool = drawn(False, False, True)  # masks are longer than needed
+    integers: Integers = drawn(*[Integers.NONE] * 4, *Integers)
+    table: bool = drawn(False, False, True)  # the page indices are rows of a wider block table
+    columns: bool = drawn(False, False, True)  # index arrays are columns of larger ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +164,7 @@ class Problem:
 
 
 _OF_PLAN = ("fixed_split_size", "disable_split_kv", "batch_invariant", "scratch", "padding",
-            "graph", "hints", "bounds", "other_mask", "long_mask")  # fmt: skip
+            "graph", "hints", "bounds", "other_mask", "table", "columns")  # fmt: skip
 _OF_RUN = ("sinks", "head_scales", "q_scale", "out", "lse", "lse_base", "lse_layout")
 
 
@@ -171,7 +184,9 @@ def _meaningless(case: Case, call: Call) -> typing.Iterator[tuple[str, tuple[str
     if case.mask is not MaskKind.PACKED:
         yield "there is no packed mask", ("other_mask",)
     if not case.has_custom_mask:
-        yield "there is no mask", ("long_mask",)
+        yield "there is no mask", ("long_mask", "integers")
+    if not case.paged or call.graph:
+        yield "there are no pages, or a buffer for a list of them", ("table",)
     if case.is_invariant and not fixed_split:
         yield "no keys are split", ("scratch",)
     if case.has_custom_mask or call.hints or (fixed_split and case.window_left >= 0):

@@ -27,9 +27,10 @@ from preflash.testing.oracle import reference
 from . import guarded
 from .altered_inputs import lone, part, spoil, surrounded, with_bounds
 from .guarded import GivenOutputs, Guarded, Result, watched_inputs
-from .problems import Also, Call, Entry, Problem, RunOptions, Scratch
+from .problems import Also, Call, Entry, Integers, Problem, RunOptions, Scratch
 
 _MOST_ALONE = 4  # requests of a batch that are computed again
+ARRAYS = ("qo_indptr", "kv_indptr", "indices", "last_page_len")
 # Options between q k^T and the softmax, and the values that leave them out.
 NEUTRAL = {
     "causal": False,
@@ -132,6 +133,28 @@ def add_garbage(inputs: Inputs) -> None:
                 inputs.packed_custom_mask[end - 1] |= 255 & ~((1 << used) - 1)
 
 
+def _integers(mask: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns a dense mask as the integers of the call, or as it is."""
+    if call.integers is Integers.NONE:
+        return mask
+    dtype = getattr(torch, call.integers.value)
+    limits = torch.iinfo(dtype)
+    kept = [1, -1, limits.min, limits.max, *(n for n in (1 << 8, 1 << 32) if n < limits.max)]
+    values = torch.tensor(kept, dtype=dtype)[torch.arange(mask.numel()) % len(kept)]
+    values = values * (mask != 0).cpu()
+    return values.to(mask.device) if call.index_on_device else values
+
+
+def _block_table(inputs: Inputs) -> torch.Tensor:
+    """Returns the pages as the first columns of a wider table, with numbers of no page."""
+    counts = inputs.kv_indptr.diff().tolist()
+    table = inputs.indices.new_full((len(counts), 2 * max(counts) + 2), 2**31 - 1)
+    pages = inputs.indices[int(inputs.kv_indptr[0]) :]
+    for row, own in zip(table, pages[: sum(counts)].split(counts), strict=True):
+        row[: len(own)] = own
+    return table[:, : max(counts) + 1]
+
+
 def _longer(mask: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
     """Returns the mask in a longer buffer. A packed one of the dense size would be refused."""
     if mask is None:
@@ -152,10 +175,17 @@ def _given(call: Call, inputs: Inputs) -> Inputs:
     masks = {"custom_mask": given.custom_mask, "packed_custom_mask": given.packed_custom_mask}
     if call.other_mask:
         masks["custom_mask"] = inverted_mask(inputs)
+    if masks["custom_mask"] is not None:
+        masks["custom_mask"] = _integers(masks["custom_mask"], call)
     if call.long_mask:
         masks = {name: _longer(mask, inputs) for name, mask in masks.items()}
     given = dataclasses.replace(given, **masks)
-    return with_bounds(given) if call.bounds and inputs.case.paged else given
+    given = with_bounds(given) if call.bounds and inputs.case.paged else given
+    if call.columns:
+        arrays = {name: getattr(given, name) for name in ARRAYS if getattr(given, name) is not None}
+        columns = {name: torch.stack([t, ~t], 1)[:, 0] for name, t in arrays.items()}
+        given = dataclasses.replace(given, **columns)
+    return dataclasses.replace(given, indices=_block_table(given)) if call.table else given
 
 
 def scale_arguments(
@@ -188,6 +218,8 @@ class Trial:
 
     def _plan(self) -> None:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
+        if self.call.entry is Entry.FORWARD and self.inputs.case.fixed_split_size is not None:
+            part = 1.0  # forward() may need more than the plan
         try:
             self._plan_in(int(self._workspace_bytes() * part))
         except ValueError as error:
@@ -277,6 +309,9 @@ class Trial:
         if call.skip_factor:
             options["skip_softmax_threshold_scale_factor"] = call.skip_factor
         if call.entry is Entry.SINGLE:
+            if (mask := self.given.custom_mask) is not None:
+                shape = (-1,) if call.long_mask else self.inputs.masks[0].shape
+                options["custom_mask"] = mask.view(shape)
             return runner.single(self.inputs, backend=self.backend, **options)
         return runner.run(self.wrapper, self.given, **options)
 
@@ -312,7 +347,8 @@ def _invariant(trial: Trial, result: Result) -> list[str]:
     for i, own in enumerate(_of_requests(trial, result)[:_MOST_ALONE]):
         for begin, end in _parts(rng, trial.inputs.case, i):
             graph = rng.random() < 0.5
-            computed = trial.another(part(trial.inputs, i, begin, end), graph=graph).run()
+            changes = {"graph": graph, "table": trial.call.table and not graph}
+            computed = trial.another(part(trial.inputs, i, begin, end), **changes).run()
             if not computed.same_bits(own.rows(begin, end)):
                 kind = "with a graph's buffers" if graph else "eager"
                 failures.append(f"rows {begin} to {end} of request {i}, {kind}, have other bits")
