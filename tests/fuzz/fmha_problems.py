@@ -100,12 +100,8 @@ class FmhaCase:
 
 
 def draw(seed: int, index: int, limits: Limits) -> FmhaCase:
-    """Draws problem `index` of a sequence, whatever the limits: all lengths are short."""
-    return random_case(seed << 32 | index)
-
-
-def random_case(seed: int) -> FmhaCase:
-    rng = random.Random(f"fmha {seed}")
+    """Draws problem `index` of `seed`, whatever the limits: all lengths are short."""
+    rng, seed = random.Random(f"fmha {seed} {index}"), seed << 32 | index
     qo_lens = tuple(rng.choice([0, 1, 3, 17, 64, 65, 130]) for _ in range(rng.randint(1, 4)))
     kv_lens = tuple(max(n + rng.choice([0, 0, 1, 40, 128, 333]) - 20, 0) for n in qo_lens)
     case = FmhaCase(qo_lens, kv_lens, **random_fields(rng, FmhaCase), seed=seed)

@@ -4,7 +4,6 @@ own as far as the wrapper has them, with garbage around both sides."""
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import random
 from collections.abc import Sequence
@@ -38,13 +37,6 @@ _ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_
            "disable_split_kv", "batch_invariant")  # fmt: skip
 
 
-class Kind(enum.Enum):
-    """Whose run() it is."""
-
-    SINGLE = "PODWithPagedKVCacheWrapper"  # a prefill of one request, ragged
-    BATCH = "BatchPODWithPagedKVCacheWrapper"
-
-
 @dataclasses.dataclass(frozen=True)
 class PodCall(RunOptions):
     """Arguments and forms of both cases' call. Pairs are (prefill, decode)."""
@@ -68,7 +60,7 @@ class PodCall(RunOptions):
 class PodProblem:
     """Both sides, with options that the wrapper has."""
 
-    kind: Kind
+    single: bool  # PODWithPagedKVCacheWrapper: a prefill of one request, ragged
     prefill: Case
     decode: Case
     call: PodCall
@@ -77,20 +69,20 @@ class PodProblem:
     @property
     def padding(self) -> int:
         """Rows around those of requests, which only batches with a qo_indptr may have."""
-        return self.call.padding if self.kind is Kind.BATCH else 0
+        return 0 if self.single else self.call.padding
 
 
 def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     """Draws problem `index` of `seed`."""
     rng = random.Random(f"pod {seed} {index}")
-    kind = rng.choice(list(Kind))
+    single = rng.random() < 0.5
     work = dataclasses.replace(limits, work=limits.work / 2)
     prefill, decode = (
         with_defaults(random_case(rng, name, work), _ABSENT) for name in ("prefill", "decode")
     )
     most = int(limits.work / (2 * prefill.num_qo_heads * prefill.head_dim * 8))
     kv_lens = _at_most(decode.kv_lens, most)
-    queries = [1] if kind is Kind.SINGLE else [0, 1, 1, 1, 1, 3]
+    queries = [1] if single else [0, 1, 1, 1, 1, 3]
     decode = dataclasses.replace(
         decode,
         qo_lens=tuple(rng.choice(queries) for _ in kv_lens),
@@ -104,12 +96,12 @@ def draw(seed: int, index: int, limits: Limits) -> PodProblem:
     if rng.random() < 0.06:
         decode = dataclasses.replace(decode, qo_lens=(), kv_lens=())
     call = PodCall(**random_fields(rng, PodCall))
-    if kind is Kind.SINGLE:
+    if single:
         prefill = first_request(prefill)
     else:  # run() has one return_lse
         prefill = _like(prefill, decode, rng)
         call = dataclasses.replace(call, return_lse=call.return_lse[:1] * 2)
-    return PodProblem(kind, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
+    return PodProblem(single, _possible(prefill), _possible(decode), call, rng.randrange(2**31))
 
 
 def _at_most(lengths: Sequence[int], total: int) -> tuple[int, ...]:
@@ -231,7 +223,7 @@ class BatchPod(Pod):
 @judged
 def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
     """Plans and runs the wrapper."""
-    call, single = problem.call, problem.kind is Kind.SINGLE
+    call, single = problem.call, problem.single
     sides = [_Side(problem, name, device) for name in ("prefill", "decode")]
     changes = [watched_inputs(side.inputs) for side in sides]
     workspace = guarded.workspace(call.workspace, device)
@@ -255,6 +247,9 @@ def examine(problem: PodProblem, backend: str, device: torch.device) -> Verdict:
         results = _results(pod, call, sides, repeated)
         again = _results(pod, call, sides, repeated) if call.repeat else results
     verdict = Verdict(workspace.failures("workspace"))
+    both = all(sum(side.inputs.case.qo_lens) for side in sides)
+    if backend == "cpu" and pod.wrapper.launches == 1 + (both and not call.two_launches):
+        verdict.failures.append(f"{pod.wrapper.launches} launches")
     for side, result, other, changed in zip(sides, results, again, changes, strict=True):
         failures = result.failures + changed()
         if result.out.shape[0]:

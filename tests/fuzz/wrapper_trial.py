@@ -329,6 +329,10 @@ class Trial:
 
 
 def _repeat(trial: Trial, result: Result) -> list[str]:
+    """Checks a run after one with other sinks and scales, and a run of another wrapper."""
+    if trial.wrapper is not None:
+        sinks = torch.zeros(trial.inputs.case.num_qo_heads, device=trial.device)
+        runner.run(trial.wrapper, trial.given, sinks=sinks, v_scale=3.0)
     again = {"run": trial, "wrapper": trial.another(trial.inputs)}
     return [f"a second {x} has other bits" for x in again if not again[x].run().same_bits(result)]
 

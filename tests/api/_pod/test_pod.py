@@ -23,38 +23,26 @@ from pods import (
     graph_buffers,
 )
 from preflash.testing import KvForm, MaskKind, runner
-from preflash.testing.case import Position
 from refusals import refused
 from torch.fx.experimental.proxy_tensor import make_fx
 
 FULL = dataclasses.replace(PREFILL, mask=MaskKind.NONE)
 MASKED = dataclasses.replace(PREFILL, mask=MaskKind.CUSTOM, window_left=60)
 LONE_ROW = dataclasses.replace(PREFILL, qo_lens=(1,), kv_lens=(700,))
-LONG_ROWS = dataclasses.replace(PREFILL, qo_lens=(90,), kv_lens=(33,))
 NO_ROWS = dataclasses.replace(PREFILL, qo_lens=(0,), kv_lens=(50,))
 NO_DECODE = dataclasses.replace(DECODE, qo_lens=(), kv_lens=())
-E4M3 = torch.float8_e4m3fn
 PAIRS = {
     "causal": BOTH,
     "full": (FULL, DECODE),
     "masked": (MASKED, DECODE),
     "one row": (LONE_ROW, DECODE),
-    "no keys": (dataclasses.replace(PREFILL, qo_lens=(40,), kv_lens=(0,)), DECODE),
-    "more rows than keys": (LONG_ROWS, DECODE),
     "no prefill": (NO_ROWS, DECODE),
     "no decode": (PREFILL, NO_DECODE),
     "neither": (NO_ROWS, NO_DECODE),
     "window": (PREFILL, dataclasses.replace(DECODE, window_left=100)),
     "page 1": (PREFILL, dataclasses.replace(DECODE, page_size=1, form=KvForm.FLAT)),
     "HND": alike(BOTH, layout="HND"),
-    "HND with NHD": (dataclasses.replace(PREFILL, layout="HND"), DECODE),
-    "float16, 96": alike((MASKED, DECODE), dtype=torch.float16, head_dim=96),
-    "512": alike(BOTH, head_dim=512),
     "group 7": alike(BOTH, num_qo_heads=7, num_kv_heads=1),
-    "ALiBi of decode": (PREFILL, dataclasses.replace(DECODE, position=Position.ALIBI)),
-    "RoPE": alike(BOTH, position=Position.ROPE),
-    "fp8 cache": (PREFILL, dataclasses.replace(DECODE, kv_dtype=E4M3)),
-    "fp8 queries": alike(BOTH, dtype=E4M3),
 }
 PLAIN = {"causal", "full", "masked", "one row", "window", "page 1", "HND", "group 7"}
 TWO_LAUNCHES = {"no prefill", "no decode", "neither"}

@@ -1,4 +1,4 @@
-"""fp8: factors of tensors and of heads, saturation, and refusals. test_cases.py has the cases."""
+"""fp8: factors of heads, saturation, and refusals. Random problems have everything else."""
 
 import dataclasses
 

@@ -1,11 +1,11 @@
-"""Positions and sinks change from plan to plan and call to call; test_cases.py has their cases."""
+"""Positions and sinks at the limits; random problems have them with everything else."""
 
 import dataclasses
 
 import pytest
 import torch
-from planned_cases import check_run, planned
-from preflash.testing import Case, Magnitude, MaskKind, Position, reference, runner
+from planned_cases import planned
+from preflash.testing import Case, Magnitude, MaskKind, Position, build, runner
 from preflash.testing.oracle import alibi_slopes
 
 ALIBI, ROPE = Position.ALIBI, Position.ROPE
@@ -26,8 +26,21 @@ def test_very_negative_logits_of_rope(target):
     runner.compare(inputs, *runner.run(wrapper, inputs), logit_rounding=32.0).check()
 
 
-def values(device) -> torch.Tensor:
-    return torch.tensor([0.5, -1.0, -float("inf"), 30.0], device=device)
+def far_positions():
+    """Yields ALiBi's biases of 50000 between a query and its nearest keys, and RoPE's angles of
+    2^17 radians, of which float32 would know two digits after the point; a scale of 1/3 has a
+    float32 neighbour that is off by as much there."""
+    for page_size, mask, scale in ((0, MaskKind.NONE, 1 / 3), (16, MaskKind.CAUSAL, 1.0)):
+        case = Case("far", (1, 40), (100_000, 77), 4, 1, 64, page_size=page_size)
+        yield dataclasses.replace(case, mask=mask, position=ALIBI)
+        # Few keys have weights, and large ones, so that errors of their logits stay visible.
+        case = dataclasses.replace(case, kv_lens=(140_000, 77), window_left=40, sm_scale=0.5)
+        yield dataclasses.replace(case, mask=MaskKind.CAUSAL, position=ROPE, rope_scale=scale)
+
+
+@pytest.mark.parametrize("case", list(far_positions()), ids=lambda case: case.id)
+def test_far_positions(target, case):
+    runner.check(build(case, device=target.device), backend=target.backend)
 
 
 @pytest.mark.parametrize("split", [None, 64])
@@ -48,34 +61,3 @@ def test_sinks_beyond_float32_in_base_2(target, split):
         assert torch.equal(out[:, 2:], without[:, 2:])
         torch.testing.assert_close(lse[:41, 2:], lse_without[:41, 2:], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(lse[41:, 2:], alone[41:, 2:], rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"mask": MaskKind.CAUSAL},
-        {"mask": MaskKind.CUSTOM, "page_size": 16},
-        {"mask": MaskKind.CAUSAL, "fixed_split_size": 64},
-    ],
-    ids=["ragged", "paged", "split"],
-)
-def test_each_run_has_its_own(target, changes):
-    """Other memory, other values in the same memory, and none; scales do not apply to sinks."""
-    inputs, wrapper = planned(dataclasses.replace(RAGGED, **changes), target)
-    sinks, scales = values(target.device), {"q_scale": 0.5, "k_scale": 3.0, "v_scale": 0.25}
-    for change in (torch.Tensor.clone, lambda t: t.flip(0) * 3, lambda t: t.mul_(0.5)):
-        sinks = change(sinks)
-        given = dataclasses.replace(inputs, sinks=sinks)
-        pipeline = given.pipeline
-        windowed = dataclasses.replace(pipeline, window_left=3)
-        scaled = dataclasses.replace(pipeline, sm_scale=pipeline.sm_scale * 1.5, out_scale=0.25)
-        for base, of_run, options in (
-            ("log2", pipeline, {}),
-            ("log2", windowed, {"window_left": 3}),
-            ("ln", scaled, scales),
-            ("log2", pipeline, {}),
-        ):
-            expected = reference(given, pipeline=of_run)
-            result = runner.run(wrapper, inputs, sinks=sinks, lse_base=base, **options)
-            runner.compare(given, *result, expected, lse_base=base).check()
-        check_run(inputs, wrapper)
