@@ -26,13 +26,11 @@ def _ragged_cases() -> Iterator[Case]:
     yield Case("gqa4", (33, 11, 1, 120), (33, 11, 1, 120), 8, 2, 128, mask=_C)
     yield Case("append", (17, 65), (300, 65), 6, 2, 256, mask=_C)
     yield Case("mla", (37, 100), (37, 211), 4, 4, 192, 128, mask=_C)
-    yield Case("mla_full", (129, 3), (130, 300), 4, 1, 192, 128)
     yield Case("d96", (70, 20), (96, 200), 4, 4, 96, form=_PADDED, mask=_C)
     yield Case("d72", (31,), (333,), 3, 1, 72, form=_HALVES, mask=_C)
     yield Case("hnd", (33, 11, 1, 120), (70, 11, 64, 120), 8, 2, 128, layout="HND", mask=_C)
     yield Case("nhd_over_hnd", (33, 90), (70, 90), 4, 2, 128, form=KvForm.TRANSPOSED)
     yield Case("halves", (33, 90), (70, 90), 4, 2, 128, form=_HALVES, mask=_C)
-    yield Case("interleaved", (33, 90), (70, 90), 4, 2, 64, form=_COMBINED, mask=_C)
     yield Case("longer_q", (150, 70, 9), (64, 3, 1), 4, 1, 128, mask=_C)
     zero = (0, 20, 5, 0, 0, 3), (40, 0, 9, 0, 7, 130)
     yield Case("zero_lengths", *zero, 4, 2, 128, mask=_C)
@@ -62,13 +60,10 @@ def _paged_cases() -> Iterator[Case]:
     yield Case("seed_like", mixed_q, mixed_kv, 8, 2, 128, page_size=16, mask=_C)
     yield Case("page1", mixed_q, mixed_kv, 4, 1, 128, page_size=1, mask=_C)
     yield Case("page1_flat", mixed_q, mixed_kv, 3, 1, 64, page_size=1, form=KvForm.FLAT, mask=_C)
-    yield Case("page8_hnd", mixed_q, mixed_kv, 8, 1, 128, page_size=8, layout="HND", mask=_C)
     yield Case("page64", mixed_q, mixed_kv, 4, 4, 256, page_size=64)
     yield Case("page5_d96", mixed_q, mixed_kv, 4, 1, 96, page_size=5, form=_PADDED, mask=_C)
     vllm = {"form": _HALVES, "mask": _C}
     yield Case("vllm_like", (1, 1, 40, 9), (90, 17, 40, 129), 8, 2, 128, page_size=16, **vllm)
-    vllm |= {"page_size": 32, "layout": "HND"}
-    yield Case("vllm_like_hnd", (1, 40, 9), (17, 40, 129), 8, 2, 64, **vllm)
     two, combined = ((9, 70), (129, 70)), {"page_size": 16, "form": _COMBINED}
     yield Case("combined", *two, 4, 2, 64, **combined)
     yield Case("transposed", *two, 4, 2, 128, page_size=4, form=KvForm.TRANSPOSED)
@@ -84,7 +79,6 @@ def _paged_cases() -> Iterator[Case]:
     yield Case("split_cap_custom", *long, 4, 1, 128, **capped, **split)
     yield Case("split_mla", *long, 2, 2, 192, 128, mask=_C, **split)
     yield Case("no_split", *_LONG, 4, 2, 128, page_size=16, mask=_C, disable_split_kv=True)
-    yield Case("window_paged", mixed_q, mixed_kv, 4, 2, 128, page_size=16, mask=_C, window_left=50)
     masked = (13, 31, 0, 7, 1), (13, 201, 5, 13, 3)
     yield Case("custom_paged", *masked, 4, 1, 128, page_size=8, mask=_CUSTOM)
     yield Case("packed_paged", *_MASKED, 8, 2, 64, page_size=16, mask=_PACKED, window_left=100)
@@ -93,7 +87,6 @@ def _paged_cases() -> Iterator[Case]:
 
 def _alibi_cases() -> Iterator[Case]:
     yield Case("alibi", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, position=_ALIBI)
-    yield Case("alibi_full", (70, 5), (40, 131), 12, 4, 64, position=_ALIBI)
     yield Case("alibi_d96", (70, 3), (96, 200), 5, 1, 96, form=_PADDED, mask=_C, position=_ALIBI)
     yield Case("alibi_mla", (37, 100), (37, 211), 3, 3, 192, 128, mask=_C, position=_ALIBI)
     yield Case("alibi_cap", (61, 4), (61, 200), 6, 2, 256, mask=_C, soft_cap=20.0, position=_ALIBI)
@@ -120,7 +113,6 @@ def _rope_cases() -> Iterator[Case]:
 def _sink_cases() -> Iterator[Case]:
     usual = Sinks.ORDINARY
     yield Case("sinks", (33, 0, 1, 120), (33, 11, 64, 300), 8, 2, 128, mask=_C, sinks=usual)
-    yield Case("sinks_full", (70, 5, 3), (40, 131, 0), 12, 4, 64, page_size=16, sinks=_MIXED)
     yield Case("sinks_longer_q", (150, 70), (64, 3), 5, 1, 128, mask=_C, sinks=_MIXED)
     yield Case("sinks_window", (40, 130), (300, 9), 8, 1, 256, window_left=37, sinks=_MIXED)
     yield Case("sinks_split", *_LONG, 6, 2, 64, sinks=usual, fixed_split_size=64)
@@ -134,7 +126,6 @@ def _wide_cases() -> Iterator[Case]:
     """More than 256 columns: warps (fa2) and CTAs (fa3) share those of O out."""
     few, many = (33, 130, 1, 0), (70, 300, 9, 5)
     yield Case("d512", few, many, 8, 4, 512, mask=_C)
-    yield Case("d512_hnd", few, many, 4, 4, 512, layout="HND", form=_COMBINED)
     yield Case("d264", few, many, 4, 2, 264, form=_PADDED, mask=_C)
     yield Case("d320_paged", few, many, 8, 1, 320, page_size=16, mask=_C)
     yield Case("d384_page1", few, many, 4, 2, 384, page_size=1, mask=_C, window_left=40)

@@ -82,16 +82,30 @@ def part(inputs: Inputs, i: int, begin: int, end: int) -> Inputs:
 def spoil(inputs: Inputs, i: int) -> None:
     """Writes garbage over all of request i: its rows of q, and its keys and values."""
     case = inputs.case
-    generator = torch.Generator().manual_seed(i)
-    fill_poison(inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i]), generator)
-    kv_len = case.kv_lens[i]
+    rows = inputs.q.narrow(0, sum(case.qo_lens[:i]), case.qo_lens[i])
+    fill_poison(rows, torch.Generator().manual_seed(i))
+    _spoil_keys(inputs, i, case.kv_lens[i])
+
+
+def recycle(inputs: Inputs) -> None:
+    """Writes garbage over the keys below the windows of all rows: an engine uses their pages."""
+    case = inputs.case
+    if case.mask is not MaskKind.CAUSAL or case.window_left < 0:
+        return
+    for i, (qo_len, kv_len) in enumerate(zip(case.qo_lens, case.kv_lens, strict=True)):
+        _spoil_keys(inputs, i, max(kv_len - qo_len - case.window_left, 0))
+
+
+def _spoil_keys(inputs: Inputs, i: int, count: int) -> None:
+    """Writes garbage over the first keys and values of request i."""
+    case, generator = inputs.case, torch.Generator().manual_seed(i)
     for t in (inputs.k, inputs.v):
         if case.paged:
-            slots = torch.arange(kv_len, device=t.device)
+            slots = torch.arange(count, device=t.device)
             page = torch.tensor(inputs.page_table[i], dtype=torch.long, device=t.device)
             place = (page[slots // case.page_size], slots % case.page_size)
             view = pages_of(t, case)
             view[place] = fill_poison(view[place], generator)
         else:
-            rows = as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), kv_len)
+            rows = as_nhd(t, case.layout).narrow(0, sum(case.kv_lens[:i]), count)
             fill_poison(rows, generator)

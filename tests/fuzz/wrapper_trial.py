@@ -25,7 +25,7 @@ from preflash.testing.inputs import Inputs, build
 from preflash.testing.oracle import reference
 
 from . import guarded
-from .altered_inputs import lone, part, spoil, surrounded, with_bounds
+from .altered_inputs import lone, part, recycle, spoil, surrounded, with_bounds
 from .guarded import GivenOutputs, Guarded, Result, watched_inputs
 from .problems import Also, Call, Entry, Integers, Problem, RunOptions, Scratch
 
@@ -97,10 +97,11 @@ def examine(problem: Problem, backend: str, device: torch.device) -> Verdict:
     call = problem.call
     with prepass_policy.forced(call.copies.value):
         inputs = _build(problem, device)
+        expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
+        recycle(inputs)
         changed = watched_inputs(inputs)
         made = Trial(problem, inputs, backend)
         result = made.run()
-        expected = reference(inputs, pipeline=call.scaled(inputs.pipeline))
         report = runner.compare(inputs, result.out, result.lse, expected, lse_base=call.lse_base)
         failures = report.failures + result.failures
         if problem.also in _CHECKS:
@@ -231,7 +232,12 @@ class Trial:
     def _plan_in(self, num_bytes: int) -> None:
         self.workspace = guarded.workspace(num_bytes, self.device)
         self.wrapper = self._wrapper(self.workspace.given)
-        if self.problem.also is Also.REPLAN:  # with options of which none may stay
+        if self.problem.also is Also.REPLAN:  # with heads and options of which none may stay
+            if not self.call.graph:
+                case = self.inputs.case
+                kept = {"page_size": case.page_size, "layout": case.layout}
+                other = Case("other", (9, 2), (5, 0), 5, 1, 40, mask=MaskKind.CUSTOM, **kept)
+                runner.plan(self.wrapper, build(other, device=self.device))
             runner.plan(self.wrapper, self.given, **self._something_else())
             runner.run(self.wrapper, self.given, sinks=None, v_scale=3.0)
         hints = wrapper_options.hints(self.inputs) if self.call.hints else {}

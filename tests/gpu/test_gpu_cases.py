@@ -10,10 +10,7 @@ from preflash.testing import Case, KvForm, MaskKind, attend, compare, runner
 DTYPES = (torch.float16, torch.bfloat16)
 CAUSAL = {"mask": MaskKind.CAUSAL}
 CORE = [case.with_dtype(dtype) for case in attention_cases.core() for dtype in DTYPES]
-FUZZ = [
-    *random_cases(200, seed=20260102),
-    *random_cases(40, seed=20260103, longest=2500, work=2e10),
-]
+FUZZ = random_cases(40, seed=20260103, longest=2500, work=2e10)  # tests/api has shorter ones
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 32, 40, 64, 100, 112, 128, 256, 1000)
 
 

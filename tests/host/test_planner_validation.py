@@ -53,7 +53,6 @@ CHANGES = [
     (RAGGED, {"fixed_split_size": 64, "window_left": 9, "lengths_are_upper_bounds": True},
      r"fixed_split_size = 64: keys under a window \(window_left = 9\)"),
     (RAGGED, {"float_workspace_bytes": -1}, r"float_workspace_buffer: .*-1"),
-    (RAGGED, {"graph_max_rows": -1}, r"graph_max_rows = -1"),
 
     (RAGGED, {"qo_indptr": [0, LIMIT // 2 + 1], "kv_indptr": [0, 1]},
      rf"qo_indptr\[1\]: request 0 .*{LIMIT + 2} rows"),

@@ -187,17 +187,3 @@ def test_chunks_and_decode_steps(target, dtype, head_dim, heads, kind):
             chunk = with_lse(target, part(inputs, 0, begin, end), more_pages=more_pages)
             for given, expected in zip(chunk, whole, strict=True):
                 assert torch.equal(given, expected[begin:end]), (begin, end, more_pages)
-
-
-@every_dtype
-@pytest.mark.parametrize("window_left", [2, 9, 30])
-def test_keys_below_a_window_may_be_nan(target, window_left, dtype):
-    """The first key in the window is anywhere in the last key's page, or in an earlier one."""
-    options = {"batch_invariant": True, "window_left": window_left}
-    for kv_len in range(100, 100 + PAGE):
-        inputs = prompt(target, 1, kv_len, (8, 2), 128, dtype, **options)
-        expected = with_lse(target, inputs)
-        below = torch.arange(kv_len - 1 - window_left, device=target.device)
-        for t in (inputs.k, inputs.v):
-            pages_of(t, inputs.case)[places(inputs, below)] = float("nan")
-        assert all(map(torch.equal, with_lse(target, inputs), expected)), kv_len

@@ -293,9 +293,9 @@ def test_decode_with_other_queries_after_a_repeated_plan(bounds):
 
 def test_other_options_in_repeated_plans_of_decode():
     """An option that is left out again, and several queries."""
-    wrapper, one = decode_wrapper(), of_decode((40, 7, 64))
-    plan_decode(wrapper, one, window_left=5)
-    plan_decode(wrapper, one, window_left=5)
+    wrapper = decode_wrapper()
+    for _ in range(2):
+        plan_decode(wrapper, of_decode((40, 7, 64)), window_left=5)
     for lens, options, more in (
         ((40, 7, 64), {}, {}),
         *((lens, QUERIES, {"q_len_per_req": 2}) for lens in ((18, 90, 33), (2, 5, 6), (40, 7, 64))),

@@ -147,12 +147,10 @@ def calls():
         if hasattr(kind, "forward_return_lse"):
             yield kind.forward, functools.partial(called, name, "forward")
     given = (ROWS, KEYS_OF_ALL, KEYS_OF_ALL)
-    for function, arguments in (
-        (preflash.single_prefill_with_kv_cache, given),
-        (preflash.single_decode_with_kv_cache, (ROWS[0], *given[1:])),
-    ):
-        yield function, functools.partial(function, *arguments)
+    single, decode = preflash.single_prefill_with_kv_cache, preflash.single_decode_with_kv_cache
     cudnn = preflash.cudnn_batch_prefill_with_kv_cache
+    yield single, functools.partial(single, *given)
+    yield decode, functools.partial(decode, ROWS[0], *given[1:])
     yield cudnn, functools.partial(cudnn, *given, 0.1, runner.workspace(), **CUDNN)
 
 

@@ -112,18 +112,3 @@ def test_workspace_size_is_enough_and_needed(target):
     for split in ({"fixed_split_size": None}, {"disable_split_kv": True}):
         runner.plan(wrapper, inputs, **split)
         check_run(inputs, wrapper)
-
-
-def test_plan_again_with_other_heads_and_dtypes(target):
-    lens, half = ((20, 3), (50, 60)), {"dtype": torch.float16}
-    plans = [
-        Case("first", *lens, 4, 2, 64, **half),
-        Case("heads", *lens, 5, 1, 64, mask=MaskKind.CAUSAL),
-        Case("dims", *lens, 4, 4, 192, 128, mask=MaskKind.CUSTOM),
-        Case("again", (9,), (0,), 4, 2, 128, soft_cap=3.0, **half),
-    ]
-    _, wrapper = unplanned(plans[0], target)
-    for seed, case in enumerate(plans):
-        inputs = build(case, device=target.device, seed=seed)
-        runner.plan(wrapper, inputs)
-        check_run(inputs, wrapper)
