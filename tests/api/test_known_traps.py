@@ -6,12 +6,9 @@ import pytest
 import torch
 from preflash.testing import Case, MaskKind, build, runner
 
-FULL, CAUSAL, CUSTOM = MaskKind.NONE, MaskKind.CAUSAL, MaskKind.CUSTOM
-HEADS = (4, 2, 64)
-
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL])
+@pytest.mark.parametrize("mask", [MaskKind.NONE, MaskKind.CAUSAL])
 def test_soft_cap_near_zero_and_far_beyond(target, head_dim, mask):
     """Rows of logits from a thousandth of the cap to a hundred caps, inf and NaN side by side."""
     tokens, keys, cap = 70, 300, 20.0
@@ -29,21 +26,17 @@ def test_soft_cap_near_zero_and_far_beyond(target, head_dim, mask):
     runner.check(inputs, backend=target.backend)
 
 
-def run(inputs, target):
-    return runner.run(runner.planned(inputs, backend=target.backend), inputs)
-
-
 @pytest.mark.parametrize("split", [None, 64])
 @pytest.mark.parametrize("masked", [(3, 4), (), range(20)], ids=["two rows", "no row", "all rows"])
 def test_a_masked_row_is_zero_in_a_tile_with_nan(target, masked, split):
     """Masked rows keep nothing; the others keep a key whose value is NaN. 0 * NaN is NaN."""
-    case = Case("nan", (20,), (100,), 2, 1, 64, mask=CUSTOM, fixed_split_size=split)
+    case = Case("nan", (20,), (100,), 2, 1, 64, mask=MaskKind.CUSTOM, fixed_split_size=split)
     inputs = build(case, device=target.device)
     mask = inputs.custom_mask.view(20, 100)
     mask[:] = True
     mask[list(masked)] = False
     inputs.v[7] = math.nan
-    out, lse = run(inputs, target)
+    out, lse = runner.run(runner.planned(inputs, backend=target.backend), inputs)
     keeps = mask[:, 0]
     assert bool((out[~keeps] == 0).all())
     assert bool((lse[~keeps] == -math.inf).all())
@@ -54,6 +47,6 @@ def test_a_masked_row_is_zero_in_a_tile_with_nan(target, masked, split):
 @pytest.mark.parametrize("dim", [8, 16, 24, 40, 56, 72, 80, 88, 96, 104, 120, 136, 160, 192, 248])
 def test_the_last_row_ends_the_allocation(target, dim):
     """The oracle table has head dims whose rows end in poisoned columns."""
-    inputs = build(Case("dim", (17,), (40,), 2, 1, dim, mask=CAUSAL), device=target.device)
+    inputs = build(Case("dim", (17,), (40,), 2, 1, dim, mask=MaskKind.CAUSAL), device=target.device)
     inputs.k, inputs.v = inputs.k[:40].clone(), inputs.v[:40].clone()
     runner.check(inputs, backend=target.backend)

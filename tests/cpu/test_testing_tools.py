@@ -9,7 +9,6 @@ import torch
 from fuzz.random_cases import random_cases
 from preflash.testing import Case, MaskKind, Position, build, compare, oracle, reference, runner
 from preflash.testing.comparison import unit_roundoff
-from preflash.testing.inputs import pack_little
 from preflash.testing.oracle import Pipeline
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -139,11 +138,6 @@ def test_everything_unowned_is_poisoned():
         assert bool(pool.isinf().any())
     assert made.kv_indptr.tolist() == [0, 2, 7]
     assert made.last_page_len.tolist() == [1, 4]
-
-
-def test_packing_is_little_order_with_a_byte_per_request():
-    mask = torch.tensor([[1, 0, 0, 1, 0], [0, 0, 0, 0, 1]]).bool()
-    assert pack_little(mask).tolist() == [0b00001001, 0b00000010]
 
 
 # The cpu backend passes, mistakes do not.

@@ -63,12 +63,6 @@ def problems(target) -> list[Problem]:
     return problems_of(target)
 
 
-def test_plans_in_turns(target, problems):
-    wrapper = make_wrapper(target)
-    for i in (0, 3, 0, 1, 3, 2, 0, 1, 1, 2, 3):
-        problems[i].plan_and_check(wrapper)
-
-
 def test_copies_of_a_wrapper(target, problems):
     """Copies share the batch of their wrapper, plan for themselves and outlive it."""
     wrapper, copies = make_wrapper(target), []
