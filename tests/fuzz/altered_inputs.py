@@ -8,6 +8,8 @@ import torch
 from preflash.testing.case import MaskKind
 from preflash.testing.inputs import Inputs, as_nhd, attach_masks, fill_poison, indptr, pages_of
 
+from .guarded import bits
+
 
 def surrounded(inputs: Inputs, padding: int) -> Inputs:
     """Puts the batch between rows of q, and pages or keys, that belong to no request."""
@@ -21,12 +23,15 @@ def surrounded(inputs: Inputs, padding: int) -> Inputs:
         blank = torch.empty(shape, dtype=like.dtype, device="cpu")
         return fill_poison(blank, generator, inputs.case.garbage).to(like.device)
 
-    q = torch.cat([garbage(inputs.q, 0), inputs.q, garbage(inputs.q, 0)])
+    def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+        return torch.cat([bits(part) for part in parts], dim).view(parts[0].dtype)
+
+    q = joined([garbage(inputs.q, 0), inputs.q, garbage(inputs.q, 0)], 0)
     around = dataclasses.replace(inputs, q=q, qo_indptr=inputs.qo_indptr + padding)
     around.kv_indptr = inputs.kv_indptr + padding
     if inputs.indices is None:
-        pairs = ((garbage(t, tokens), t) for t in (inputs.k, inputs.v))
-        around.k, around.v = (torch.cat(pair, tokens) for pair in pairs)
+        pairs = ([garbage(t, tokens), t] for t in (inputs.k, inputs.v))
+        around.k, around.v = (joined(pair, tokens) for pair in pairs)
     else:
         nobodys = inputs.indices.new_tensor([-1, 2**31 - 1] * padding)[:padding]
         around.indices = torch.cat([nobodys, inputs.indices])

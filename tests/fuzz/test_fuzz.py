@@ -190,7 +190,7 @@ FAULTS = [
     ("--also spoilt", "run", after(contagion), "has other bits with garbage in request"),
     *(("", "plan", given(name, neutral), f"{EITHER}|pos_encoding_mode")
       for name, neutral in NEUTRAL_PLAN.items()),
-    ("--also replan", "plan", planned_once, EITHER),
+    ("--also replan", "plan", planned_once, f"{EITHER}|q (is|has) "),
     (FMHA, FMHA, after(halve), OUTSIDE),
     (CUDNN, CUDNN, after(halve), f"{OUTSIDE}|{WRITTEN}"),
     (CUDNN, CUDNN, changed("lse_base", "ln"), "lse: .* outside"),
