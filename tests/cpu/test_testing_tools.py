@@ -208,3 +208,19 @@ def test_a_report_says_where():
         report.check()
     with pytest.raises(ValueError, match="single"):
         runner.single(made, backend="cpu")
+
+
+def test_quantized_rows():
+    """The oracle's rounding of queries to e4m3 times a power of two of each row."""
+    rows = torch.tensor(
+        [[448.0, -17.5], [449.0, 1.0], [3.0, 2.0**-20], [0.0, -0.0], [1.0, math.inf]]
+    )
+    wanted = torch.tensor([[448.0, -18.0], [448.0, 1.0], [3.0, 0.0], [0.0, 0.0]]).double()
+    got = oracle.quantized_rows(rows)
+    assert torch.equal(got[:4], wanted)
+    assert got[4].isnan().all()
+    q = torch.randn(50, 64).bfloat16()
+    for power in (-100, 0, 60):
+        assert torch.equal(
+            oracle.quantized_rows(q * 2.0**power), oracle.quantized_rows(q) * 2.0**power
+        )

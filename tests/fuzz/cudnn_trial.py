@@ -26,7 +26,8 @@ from .random_cases import Limits, drawn, random_case, random_fields, unflattened
 from .wrapper_trial import Verdict, judged
 
 _ABSENT = ("window_left", "soft_cap", "position", "rope_scale", "rope_theta", "sinks",
-           "head_scales", "fixed_split_size", "disable_split_kv", "batch_invariant")  # fmt: skip
+           "head_scales", "fixed_split_size", "disable_split_kv", "batch_invariant",
+           "q_quantization")  # fmt: skip
 
 
 class Ends(enum.Enum):

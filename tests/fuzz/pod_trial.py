@@ -34,7 +34,7 @@ from .random_cases import (
 from .wrapper_trial import Verdict, add_garbage, inverted_mask, judged, scale_arguments
 
 _ABSENT = ("head_dim_vo", "soft_cap", "sinks", "head_scales", "o_dtype", "fixed_split_size",
-           "disable_split_kv", "batch_invariant")  # fmt: skip
+           "disable_split_kv", "batch_invariant", "q_quantization")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
