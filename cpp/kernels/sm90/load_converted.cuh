@@ -296,8 +296,7 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
     constexpr int kHalf = Traits::kSliceColumns / 2;
     constexpr int kPasses = Base::kWarpKeys / Lanes::kRowsAtOnce;
     const HopperSegment& segment = this->segment();
-    const int lane = fresh_lane_id();
-    const int own = lane % Lanes::kPerRow * kLanePairs;
+    const int own = lane_id() % Lanes::kPerRow * kLanePairs;
     const int low_column = kRotates ? slice * kHalf + own : first_column + slice * 2 * kHalf + own;
     const int to_high = kRotates ? segment.head_dim_qk / 2 : kHalf;
     const bool has_low = low_column < (kRotates ? to_high : segment.head_dim_vo);
@@ -305,7 +304,7 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
     const KvTensor& tensor = Source::tensor(segment);
     const std::int64_t slot_of_lane =
         item.kv_head * tensor.stride_head + slot_offset(tensor, rows.slot[0]);
-    const int lane_row = lane / Lanes::kPerRow;
+    const int lane_row = lane_id() / Lanes::kPerRow;
     const int first_key = rows.tile * Traits::kTileN + this->warp_row();
     uint2 low[kPasses], high[kPasses];  // of 16 bits; elements of 8 bits are in x at first
     auto load = [&](auto from) {

@@ -198,8 +198,8 @@ CUTE_DEVICE auto& conversion_of(SharedStorage<Traits>& smem) {
 }
 
 CUTE_DEVICE int lane_id() { return threadIdx.x % 32; }
-// lane_id() for code that runs once per item or slice: the compiler computes nothing from it ahead
-// of time, and keeps no registers for the results in between.
+// lane_id() for code that runs once per item: the compiler computes nothing from it ahead of time,
+// and keeps no registers for the results in between.
 CUTE_DEVICE int fresh_lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
