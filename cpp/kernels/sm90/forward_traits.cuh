@@ -186,11 +186,10 @@ struct ForwardTraits {
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kTile.ctas_per_sm) / 8 * 8;
   // Warpgroups that convert or transpose take more registers, from the consumers.
   static constexpr int kTakenRegisters =
-      kTransposesV ? 8
-      : !kConverts ? 0
-      : !kSliced   ? (kHeadVo <= 64 ? 32 : 24)
-      : kHasMaskBits || (kClusterSize > 1 && (kOptionsAtRunTime || kWidens)) ? 16
-                                                                             : 24;
+      kTransposesV                                                                        ? 8
+      : !kConverts                                                                        ? 0
+      : kSliced && (kHasMaskBits || (kClusterSize > 1 && (kOptionsAtRunTime || kWidens))) ? 16
+                                                                                          : 24;
   static constexpr int kMostRegisters = kConsumers == 4 ? 112 : kHeadVo <= 128 ? 224 : 232;
   static constexpr int kConsumerRegisters = kMostRegisters - kTakenRegisters;
   static constexpr int kProducerRegisters =
