@@ -273,26 +273,34 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
  protected:
   template <Operand kOperand>
   CUTE_DEVICE void copy(const Tile& tile, int part, int column, int num_slices) {
-    if (kOperand == Operand::kV && !dequantizes<Traits>(this->segment())) {
-      return Base::template copy<kOperand>(tile, part, column, num_slices);
-    }
-    this->item = tile.item;
-    const auto rows = this->rows_of_part(tile.rows, part);
+    auto convert = [&](auto from) {
+      const auto rows = this->rows_of_part(tile.rows, part);
 #pragma unroll 1
-    for (int slice = 0; slice < num_slices; ++slice) {
-      convert_slice<kOperand>(tile.item, rows, column, slice);
+      for (int slice = 0; slice < num_slices; ++slice) {
+        convert_slice<kOperand, from>(tile.item, rows, column, slice);
+      }
+    };
+    this->item = tile.item;
+    if (dequantizes<Traits>(this->segment())) {
+      dispatch_8_bits(this->segment().kv_dtype, convert);
+    } else if constexpr (kOperand == Operand::kK) {
+      convert(C<kTo>{});
+    } else {
+      Base::template copy<kOperand>(tile, part, column, num_slices);
     }
   }
 
  private:
   // Half of the lanes share a row: a lane takes four neighbouring columns of either half of the
   // slice. first_column: of V.
-  template <Operand kOperand>
+  template <Operand kOperand, DType kFrom>
   CUTE_DEVICE void convert_slice(const ItemKeys& item, const auto& rows, int first_column,
                                  int slice) {
     using Source = SourceOf<kOperand>;
+    using Stored = FourStored<kFrom>;
     using Lanes = RotaryLanes<Traits>;
     constexpr bool kRotates = kOperand == Operand::kK;
+    constexpr int kBytes = size_of(kFrom);
     constexpr int kHalf = Traits::kSliceColumns / 2;
     constexpr int kPasses = Base::kWarpKeys / Lanes::kRowsAtOnce;
     const HopperSegment& segment = this->segment();
@@ -306,24 +314,16 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
         item.kv_head * tensor.stride_head + slot_offset(tensor, rows.slot[0]);
     const int lane_row = lane_id() / Lanes::kPerRow;
     const int first_key = rows.tile * Traits::kTileN + this->warp_row();
-    uint2 low[kPasses], high[kPasses];  // of 16 bits; elements of 8 bits are in x at first
-    auto load = [&](auto from) {
-      using Stored = FourStored<from>;
-      CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) {
-        const int row = i * Lanes::kRowsAtOnce + lane_row;
-        const std::int64_t offset = __shfl_sync(0xffffffffu, slot_of_lane, row) + low_column;
-        const auto* four = reinterpret_cast<const Stored*>(
-            static_cast<const unsigned char*>(tensor.data) + offset * size_of(from));
-        const bool exists = first_key + row >= item.keys.begin && first_key + row < item.keys.end;
-        low[i] = in_16_bits(exists && has_low ? __ldg(four) : Stored{});
-        high[i] = in_16_bits(exists && has_high ? __ldg(four + to_high / kLanePairs) : Stored{});
-      }
-    };
-    if (dequantizes<Traits>(segment)) {
-      load(C<DType::kFloat8E4M3>{});  // as many bytes as of e5m2
-    } else {
-      load(C<kTo>{});
+    Stored low[kPasses], high[kPasses];
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = i * Lanes::kRowsAtOnce + lane_row;
+      const std::int64_t offset = __shfl_sync(0xffffffffu, slot_of_lane, row) + low_column;
+      const auto* four = reinterpret_cast<const Stored*>(
+          static_cast<const unsigned char*>(tensor.data) + offset * kBytes);
+      const bool exists = first_key + row >= item.keys.begin && first_key + row < item.keys.end;
+      low[i] = exists && has_low ? __ldg(four) : Stored{};
+      high[i] = exists && has_high ? __ldg(four + to_high / kLanePairs) : Stored{};
     }
     Base::drain();  // V before, while these rows are on their way
     auto& tables = this->write.smem.rotary();
@@ -331,15 +331,6 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
     SteppedAngles angles(
         LaneAngles::at<fast_rotation_by>(first_key + lane_row, tables.frequency + pair),
         tables.row_step + pair);
-    if (dequantizes<Traits>(segment)) {
-      dispatch_8_bits(segment.kv_dtype, [&](auto from) {
-        CUTE_UNROLL
-        for (int i = 0; i < kPasses; ++i) {
-          low[i] = dequantized<from>(low[i]);
-          high[i] = dequantized<from>(high[i]);
-        }
-      });
-    }
     this->write.wait();
     order_memory_accesses();
     auto target = [&](int column) {
@@ -349,21 +340,14 @@ struct ConvertedSlices : SliceRows<Traits, SliceWriter<Traits>, Traits::kProduce
     const SwizzledColumn low_target = target(own), high_target = target(kHalf + own);
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
-      FourFloats low_floats = FourFloats::of<kTo>(low[i]);
-      FourFloats high_floats = FourFloats::of<kTo>(high[i]);
+      FourFloats low_floats = FourFloats::of<kFrom>(low[i]);
+      FourFloats high_floats = FourFloats::of<kFrom>(high[i]);
       if (kRotates) angles.now.rotate(low_floats, high_floats);
       low_floats.store<kTo>(low_target.at(i * Lanes::kRowsAtOnce));
       high_floats.store<kTo>(high_target.at(i * Lanes::kRowsAtOnce));
       angles.advance();
     }
     publish_rows(this->write);
-  }
-  CUTE_DEVICE static uint2 in_16_bits(uint2 stored) { return stored; }
-  CUTE_DEVICE static uint2 in_16_bits(std::uint32_t stored) { return {stored, 0}; }
-  template <DType kFrom>
-  CUTE_DEVICE static uint2 dequantized(uint2 stored) {
-    const FourElements four = dequantize<kFrom, kTo>(stored.x);
-    return {four.pair[0], four.pair[1]};
   }
 };
 
