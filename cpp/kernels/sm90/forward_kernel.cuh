@@ -148,7 +148,7 @@ CUTE_DEVICE void produce_converted(const ParamsOf<Traits>& params, SharedStorage
                                    int begin, int end, bool gather, int warpgroup) {
   const auto& segment = params.segments[0];
   constexpr int kBoth = 2 * Traits::kProducerRegisters;
-  constexpr int kLoader = Traits::kSliced ? Traits::kProducerRegisters : 40;
+  constexpr int kLoader = Traits::kSliced ? Traits::kProducerRegisters : 32;
   if (!loads_raw<Traits>(segment)) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     using Loader = KvSliceLoader<Traits, ConvertedSlices<Traits>>;
