@@ -39,6 +39,8 @@ def _ragged_cases() -> Iterator[Case]:
     yield Case("window0", (40, 130), (100, 130), 4, 4, 128, mask=_C, window_left=0)
     yield Case("window31", (40, 130), (100, 300), 8, 2, 64, mask=_C, window_left=31)
     yield Case("left_only", (40, 130), (300, 130), 4, 1, 128, window_left=17)
+    for window in (1, 63, 64, 65, 127, 128):  # edges of tiles
+        yield Case("window", (4, 130, 200), (200, 130, 90), 4, 2, 64, mask=_C, window_left=window)
     yield Case("softcap", (60, 31), (60, 200), 8, 2, 128, mask=_C, soft_cap=30.0)
     yield Case("softcap_tight", (60, 31), (60, 200), 4, 4, 256, soft_cap=1.5, sm_scale=0.5)
     for head_dim in (64, 128, 256):
