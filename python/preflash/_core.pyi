@@ -233,6 +233,7 @@ class AttentionOptions:
         kv_dtype: DType = ...,
         o_dtype: DType = ...,
         causal: bool = ...,
+        quantizes_q: bool = ...,
         window_left: int = ...,
         chunk_size: int = ...,
         mask: Mask = ...,
@@ -262,6 +263,8 @@ class AttentionOptions:
     def o_dtype(self) -> DType: ...
     @property
     def causal(self) -> bool: ...
+    @property
+    def quantizes_q(self) -> bool: ...
     @property
     def window_left(self) -> int: ...
     @property

@@ -15,31 +15,42 @@ struct QLoader {
   ProducerPipelineState<Traits::kQStages> write = {};
 
   CUTE_DEVICE void load(const ItemState& state) {
-    const HopperSegment& segment = params.segment_of(state.request);
-    TransactionBarrier* full = &smem.barriers.q.full[write.index()];
-    Barrier* empty = &smem.barriers.q.empty[write.index()];
-    std::uint32_t phase = write.phase();
-    auto* rows = reinterpret_cast<unsigned char*>(smem.q) + write.index() * Traits::kBytesQ;
-    if constexpr (Traits::kQuantizesQ) {
-      auto& raw = smem.raw_q;
-      full = raw.ring.full, empty = raw.ring.empty, phase = write.count % 2;
-      rows = reinterpret_cast<unsigned char*>(raw.rows);
-    }
-    empty->wait(phase ^ 1);
-    if (elect_one_sync()) fetch(segment, state, *full, rows);
+    ring().empty[at().index()].wait(at().phase() ^ 1);
+    if (elect_one_sync()) fetch(params.segment_of(state.request), state);
     __syncwarp();
     write.advance();
   }
 
  private:
+  // Q that is quantised arrives in a buffer of its own.
+  CUTE_DEVICE auto& ring() const {
+    if constexpr (Traits::kQuantizesQ) {
+      return smem.raw_q.ring;
+    } else {
+      return smem.barriers.q;
+    }
+  }
+  CUTE_DEVICE auto at() const {
+    return ProducerPipelineState<Traits::kQuantizesQ ? 1 : Traits::kQStages>{write.count};
+  }
+  CUTE_DEVICE auto* buffer() const {
+    if constexpr (Traits::kQuantizesQ) {
+      return smem.raw_q.rows;
+    } else {
+      return smem.q + write.index() * (Traits::kTileM * Traits::kRowQk);
+    }
+  }
+
   // Token-aligned rows take one box per block of columns; where a group has more heads than the
   // tile has rows, every row is a box. Rows that are to be converted arrive as they are stored.
-  CUTE_DEVICE static void fetch(const HopperSegment& segment, const ItemState& state,
-                                TransactionBarrier& full, unsigned char* rows) {
-    constexpr bool kOfAnySize = Traits::kConverts || Traits::kQuantizesQ;
-    constexpr int kBytes = sizeof(typename Traits::ElementQ);
-    const int columns = kBlockRowBytes / (kOfAnySize ? size_of(segment.q_dtype) : kBytes);
-    const int blocks = ceil_div(Traits::kHeadQk, columns);
+  CUTE_DEVICE void fetch(const HopperSegment& segment, const ItemState& state) {
+    auto* q = buffer();
+    constexpr int kColumns = kBlockRowBytes / sizeof(*q);
+    constexpr int kBlocks = std::max(Traits::kHeadQk / kColumns, 1);
+    const bool narrow = Traits::kConverts && size_of(segment.q_dtype) == 1;
+    const int columns = narrow ? kBlockRowBytes : kColumns;
+    const int blocks = narrow ? ceil_div(Traits::kHeadQk, kBlockRowBytes) : kBlocks;
+    TransactionBarrier& full = ring().full[at().index()];
     int box_rows = segment.box.q_heads * segment.box.q_tokens;
     int num_boxes = segment.group_size <= Traits::kTileM ? 1 : state.num_rows;
     full.arrive_and_expect_tx(num_boxes * box_rows * kBlockRowBytes * blocks);
@@ -48,9 +59,9 @@ struct QLoader {
       for (int block = 0; block < blocks; ++block) {
         SM90_TMA_LOAD_4D::copy(&segment.maps.q, reinterpret_cast<std::uint64_t*>(&full),
                                static_cast<std::uint64_t>(TMA::CacheHintSm90::EVICT_FIRST),
-                               rows + (block * Traits::kTileM + i) * kBlockRowBytes,
-                               block * columns, row.head_in_group,
-                               state.request.qo_begin + row.token, state.item.kv_head);
+                               q + (block * Traits::kTileM + i) * kColumns, block * columns,
+                               row.head_in_group, state.request.qo_begin + row.token,
+                               state.item.kv_head);
       }
     }
   }
