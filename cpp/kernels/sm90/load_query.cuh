@@ -67,7 +67,7 @@ template <class Traits>
 struct QueryQuantizer {
   static constexpr int kLanes = 8;  // to a row; each has eight columns of either half
   static constexpr int kRowsAtOnce = 32 / kLanes;
-  static constexpr int kWarpRows = Traits::kTileM / kWarpgroupWarps;
+  static constexpr int kRowsOfWarp = Traits::kTileM / kWarpgroupWarps;
   static_assert(!Traits::kQuantizesQ || Traits::kHeadQk == 2 * kLanes * 8);
 
   SharedStorage<Traits>& smem;
@@ -96,9 +96,9 @@ struct QueryQuantizer {
     auto* from = reinterpret_cast<unsigned char*>(smem.raw_q.rows);
     auto* to = reinterpret_cast<unsigned char*>(smem.q) + next.index() * Traits::kBytesQ;
     const int lane = lane_id() % kLanes;
-    const int first = threadIdx.x % kWarpgroupThreads / 32 * kWarpRows;
+    const int first = threadIdx.x % kWarpgroupThreads / 32 * kRowsOfWarp;
 #pragma unroll 1
-    for (int pass = first; pass < min(first + kWarpRows, num_rows); pass += kRowsAtOnce) {
+    for (int pass = first; pass < min(first + kRowsOfWarp, num_rows); pass += kRowsAtOnce) {
       const int row = pass + lane_id() / kLanes;
       FourFloats four[2][2];  // of each half
       float maximum = 0.0f;

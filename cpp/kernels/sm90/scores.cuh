@@ -206,7 +206,8 @@ struct Scores {
     return scores;
   }
 
-  // The softmax adds this to all of a thread's scores of a row.
+  // The softmax applies this to all of a thread's scores of a row: it adds a bias, or multiplies by
+  // a factor.
   CUTE_DEVICE auto shift(int tile) const {
     if constexpr (kScales) {
       return RowFactor{scales(0) ? factor[0] : 1.0f, scales(1) ? factor[1] : 1.0f};
