@@ -180,7 +180,8 @@ Plan::Choice Plan::choose(Family family, int device, const PerSegment<PlanReques
   choice.kernels = SegmentKernels(&choice.prepass->kernel());
   problem.segments = choice.prepass->problem_of_kernel(problem.segments[0]);
   const std::int64_t room = float_workspace_bytes - choice.prepass->bytes();
-  problem.float_workspace_bytes = room / kCopyAlignment * kCopyAlignment;  // copies lie behind it
+  problem.float_workspace_bytes = room / kCopyAlignment * kCopyAlignment;
+  problem.copy_bytes = float_workspace_bytes - problem.float_workspace_bytes;
   return choice;
 }
 

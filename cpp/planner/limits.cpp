@@ -55,10 +55,14 @@ GraphLimits graph_limits(const SegmentProblem& problem, std::int64_t rows, const
 // shares: equal parts of the workspace, of which one is for these rows.
 [[noreturn]] void refuse_rows(const SegmentProblem& problem, const SplitLimits& launch, int shares,
                               std::int64_t rows) {
-  refuse("float_workspace_buffer has ", launch.float_bytes,
-         " bytes; fixed_split_size = ", problem.split.fixed_split_size, " needs ",
-         shares * partial_bytes(rows, problem.head_dim_vo), " bytes for partial results of ", rows,
-         " rows of head_dim_vo = ", problem.head_dim_vo,
+  std::int64_t needed = shares * partial_bytes(rows, problem.head_dim_vo);
+  if (launch.copy_bytes > 0) {
+    needed = ceil_div(needed, kCopyAlignment) * kCopyAlignment + launch.copy_bytes;
+  }
+  refuse("float_workspace_buffer has ", launch.float_bytes + launch.copy_bytes,
+         " bytes; fixed_split_size = ", problem.split.fixed_split_size, " needs ", needed,
+         " bytes for partial results of ", rows, " rows of head_dim_vo = ", problem.head_dim_vo,
+         launch.copy_bytes > 0 ? " beside copies of the operands" : "",
          ": enlarge it, use a larger fixed_split_size or disable_split_kv");
 }
 
@@ -89,7 +93,9 @@ SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> pl
                          std::int64_t cta_slots) {
   const bool graph = problem.segments[0].graph_max_rows > 0;
   const std::int64_t bytes = problem.float_workspace_bytes;
-  SplitLimits limits{.items = graph ? 0 : kMaxInt32, .float_bytes = bytes};
+  SplitLimits limits{.items = graph ? 0 : kMaxInt32,
+                     .float_bytes = bytes,
+                     .copy_bytes = problem.copy_bytes};
   for (const SegmentPlan& plan : plans) {
     const SegmentProblem& segment = plan.problem;
     const std::int64_t share = graph ? bytes / problem.segments.size() : bytes;

@@ -31,6 +31,7 @@ struct SplitLimits {
   PerSegment<SegmentLimits> segments = {};
   std::int64_t items = 0;
   std::int64_t float_bytes = 0;  // for the partial rows of all segments
+  std::int64_t copy_bytes = 0;   // Problem::copy_bytes
 };
 
 struct SegmentEstimate {
