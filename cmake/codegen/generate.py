@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -38,6 +39,8 @@ MAX_KERNELS_PER_FILE = 6
 # NOTE: the machine code of sm90's kernels depends on their neighbours in a file, in a few scalar
 # instructions; sm80's does not. Other files for sm90 are other kernels, to be measured again.
 MAX_HOPPER_KERNELS_PER_FILE = 4
+# So many kernels of a family, as in the preset ci, compile fastest on two cores in few files.
+FEW_KERNELS = 12
 _SPLITTING_AXES = (
     "segments",
     "load",
@@ -87,22 +90,25 @@ def architectures_of(family: Family, architectures: Sequence[str]) -> list[str]:
 
 
 def sources(variants: Sequence[Variant]) -> list[Source]:
-    """Returns the sources. Kernels of one family, dtypes and head_dim share a file, or several if
-    it would be long. A CPU variant is a line of the registry without code: one file has them
-    all."""
+    """Returns the sources. Kernels of one family, dtypes and, unless there are few, head_dim share
+    a file, or several if it would be long. A CPU variant is a line of the registry without code:
+    one file has them all."""
     result = []
     groups: dict[str, list[Variant]] = {}
     of_cpu = [variant for variant in variants if variant.family_facts.on_cpu]
     if of_cpu:
         family = of_cpu[0].family_facts
         result.append(Source(family, f"{family.name}/variants.cpp", of_cpu))
+    counts = Counter(variant.family for variant in variants)
     for variant in variants:
         if not variant.family_facts.on_cpu:
-            groups.setdefault(_group_name(variant), []).append(variant)
+            last = "kv_dtype" if counts[variant.family] <= FEW_KERNELS else "head_dim"
+            groups.setdefault(_id_up_to(last, variant), []).append(variant)
 
     for name, members in groups.items():
         family = members[0].family_facts
-        split = _parts_by_axes if family.short_tiles == "own" else _even_parts
+        by_axes = family.short_tiles == "own" and counts[family.name] > FEW_KERNELS
+        split = _parts_by_axes if by_axes else _even_parts
         for part, of_part in split(name, members).items():
             result.append(Source(family, f"{family.name}/{part}.cu", of_part))
     return result
@@ -345,10 +351,9 @@ def _initialiser(variant: Variant) -> str:
     return "{" + ", ".join(f".{name} = {value}" for name, value in values.items()) + "}"
 
 
-def _group_name(variant: Variant) -> str:
-    """The id up to the head_dim."""
+def _id_up_to(last: str, variant: Variant) -> str:
     axes = variant.vocabulary.axes
-    names = list(axes)[: list(axes).index("head_dim") + 1]
+    names = list(axes)[: list(axes).index(last) + 1]
     parts = [axes[name].part_of_id(variant.values[name]) for name in names]
     return "_".join(part for part in parts if part)
 
