@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
+# Where it is set, as in many containers, each process of the tests would compile torch's files anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
 # Compute capabilities of the GPUs here, as in 80;90; empty without a GPU.
@@ -60,7 +62,8 @@ PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check
 demo: build
 	$(BIN)/python -m preflash demo
 
-test: build $(VENV)/integrations $(VENV)/engines $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
+test: NEEDED := $(VENV)/integrations $(VENV)/engines $(if $(filter cuda,$(SIDE)),$(VENV)/disassembler)
+test: build
 	$(if $(and $(GPU_ARCHS),$(filter cuda,$(SIDE))),ctest --test-dir $(BUILD) --output-on-failure)
 	PREFLASH_ENGINES=$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
@@ -80,7 +83,7 @@ fuzz: build
 		$(if $(PROBLEM),--problem "$$PROBLEM",--fuzz $(N)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(CALL),--call $(CALL)) $(if $(ALSO),--also $(ALSO))
 
-# The compiler works while torch arrives.
+# The compiler works while torch arrives, and what else is needed.
 build:
 	@$(MAKE) --no-print-directory -j2 SIDE=$(SIDE) HARNESS=$(HARNESS) $(NEEDED) stage
 
