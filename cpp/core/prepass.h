@@ -26,7 +26,6 @@ bool prefers_prepass(const SegmentProblem& problem, const ForwardKernel& convert
 // True if the number of keys in the batch fits in int32, which counts the rows of copies.
 bool has_prepass_rows(const SegmentProblem& problem);
 
-
 // Place of an operand's rows as the kernel reads them. K's copy is always in the workspace.
 enum class PrepassPlace : std::uint8_t {
   kCaller,     // in the caller's tensor: they need no change

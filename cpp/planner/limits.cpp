@@ -93,9 +93,8 @@ SplitLimits split_limits(const Problem& problem, std::span<const SegmentPlan> pl
                          std::int64_t cta_slots) {
   const bool graph = problem.segments[0].graph_max_rows > 0;
   const std::int64_t bytes = problem.float_workspace_bytes;
-  SplitLimits limits{.items = graph ? 0 : kMaxInt32,
-                     .float_bytes = bytes,
-                     .copy_bytes = problem.copy_bytes};
+  SplitLimits limits{
+      .items = graph ? 0 : kMaxInt32, .float_bytes = bytes, .copy_bytes = problem.copy_bytes};
   for (const SegmentPlan& plan : plans) {
     const SegmentProblem& segment = plan.problem;
     const std::int64_t share = graph ? bytes / problem.segments.size() : bytes;
