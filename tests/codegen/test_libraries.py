@@ -19,6 +19,7 @@ ALLOWED_SPILLS = [
     # Values of the prologue and the epilogue; in the main loop a reload or two a tile at d128 and
     # (192, 128), and four words where tiles are skipped, or with a soft cap in float16.
     ("sm80", 104, {"tile_class": "prefill", "mask": "bounds"}),
+    ("sm80", 116, {"head_dim": "192x128", "position": "alibi"}),
     ("sm80", 48, {"head_dim": "64", "tile_class": "decode"}),
     ("sm80", 48, {"head_dim": "256", "tile_class": "decode"}),
     ("sm80", 32, {"head_dim": "512", "tile_class": "compact"}),
@@ -39,7 +40,8 @@ ALLOWED_SPILLS = [
     ("sm90", 192, {"head_dim": "64", "position": "alibi"}),
     # Where items begin and end; the main loop holds no LDL or STL in SASS.
     ("sm90", 100, {"head_dim": "64", "logits": "softcap"}),
-    ("sm90", 96, {"head_dim": "64", "sparsity": "skipping"}),
+    ("sm90", 100, {"head_dim": "64", "sparsity": "skipping"}),
+    ("sm90", 8, {"head_dim": "192x128", "sparsity": "skipping"}),
     ("sm90", 96, {"head_dim": "128", "q_dtype": "e4m3"}),  # 52 but where Q is quantised
     ("sm90", 320, {"head_dim": "256"}),
     ("sm90", 480, {"head_dim": "256", "segments": "two"}),
@@ -48,13 +50,16 @@ ALLOWED_SPILLS = [
     # Addresses and counters of the producers between the tiles that they convert; consumers reload
     # words that are the same for all tiles, at d256 and with options at run time.
     ("sm90", 200, {"load": "converted"}),
-    ("sm90", 1116, {"head_dim": "256", "load": "converted"}),
+    ("sm90", 368, {"load": "converted", "position": "alibi"}),
+    ("sm90", 600, {"load": "converted", "position": "alibi", "mask": "custom"}),
+    ("sm90", 1248, {"head_dim": "256", "load": "converted"}),
     # Words of the producer that looks through a mask's bits, above all where it also gathers;
     # consumers of d64 and d256 reload a word or two for a tile.
     ("sm90", 320, {"mask": "custom"}),
     # Where items begin and end and where P crosses to the other CTA; in the main loop three words
     # with a custom mask, up to 51 in 1,500 instructions where operands are converted.
-    ("sm90", 1400, {"head_dim": "512", "load": "converted"}),
+    ("sm90", 1748, {"head_dim": "512", "load": "converted"}),
+    ("sm90", 2592, {"head_dim": "512", "load": "converted", "mask": "custom"}),
     ("sm90", 804, {"head_dim": "512", "mask": "custom"}),
 ]
 
