@@ -226,13 +226,16 @@ class Trial:
         part = {Scratch.WHOLE: 1.0, Scratch.HALF: 0.5, Scratch.NONE: 0.0}[self.call.scratch]
         if self.call.entry is Entry.FORWARD and self.inputs.case.fixed_split_size is not None:
             part = 1.0  # forward() may need more than the plan
-        try:
-            self._plan_in(int(self._workspace_bytes() * part))
-        except ValueError as error:
-            needed = re.search(r"float_workspace_buffer has \d+ .* needs (\d+) bytes", str(error))
-            if needed is None:
-                raise
-            self._plan_in(int(needed[1]))
+        num_bytes = int(self._workspace_bytes() * part)
+        while True:  # copies that fit the bytes of a refusal may need more beside them
+            try:
+                return self._plan_in(num_bytes)
+            except ValueError as error:
+                text = r"float_workspace_buffer has (\d+) .* needs (\d+) bytes"
+                refused = re.search(text, str(error))
+                if refused is None or int(refused[2]) <= num_bytes or int(refused[1]) != num_bytes:
+                    raise
+                num_bytes = int(refused[2])
 
     def _plan_in(self, num_bytes: int) -> None:
         self.workspace = guarded.workspace(num_bytes, self.device)
