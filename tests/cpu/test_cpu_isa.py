@@ -19,15 +19,11 @@ SELECTED = {
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa):
-    widest = _core.cpu_isa()
-    if ISAS.index(isa) >= ISAS.index(widest):
-        pytest.skip(f"the tests run on {widest}")
-    files = [Path(__file__).with_name(name) for name in SELECTED]
+    if ISAS.index(isa) >= ISAS.index(_core.cpu_isa()):
+        pytest.skip(f"the tests run on {_core.cpu_isa()}")
     tests = " or ".join(f"{name} and ({tests})" for name, tests in SELECTED.items())
-    pytest_options = ("-v", "-x", "-p", "no:cacheprovider", "-k", tests)
-    printed = output_of(
-        sys.executable, "-m", "pytest", *pytest_options, *files, PREFLASH_CPU_ISA=isa
-    )
+    command = (sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", "-k", tests)
+    printed = output_of(*command, *map(Path(__file__).with_name, SELECTED), PREFLASH_CPU_ISA=isa)
     assert all(re.search(rf"{name}::.* PASSED", printed) for name in SELECTED), printed
 
 

@@ -231,11 +231,10 @@ class Trial:
             try:
                 return self._plan_in(num_bytes)
             except ValueError as error:
-                text = r"float_workspace_buffer has (\d+) .* needs (\d+) bytes"
-                refused = re.search(text, str(error))
-                if refused is None or int(refused[2]) <= num_bytes or int(refused[1]) != num_bytes:
+                refused = re.search(rf"buffer has {num_bytes} .* needs (\d+) bytes", str(error))
+                if refused is None or int(refused[1]) <= num_bytes:
                     raise
-                num_bytes = int(refused[2])
+                num_bytes = int(refused[1])
 
     def _plan_in(self, num_bytes: int) -> None:
         self.workspace = guarded.workspace(num_bytes, self.device)
