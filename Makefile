@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
 export PATH := $(BIN):$(PATH)
-# Where it is set, as in many containers, each process of the tests would compile torch's files anew.
+# Many containers set it: each process of the tests would then compile torch's files anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 NVCC := $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
@@ -83,7 +83,7 @@ fuzz: build
 		$(if $(PROBLEM),--problem "$$PROBLEM",--fuzz $(N)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(CALL),--call $(CALL)) $(if $(ALSO),--also $(ALSO))
 
-# The compiler works while torch arrives, and what else is needed.
+# The compiler works while torch and the other packages arrive.
 build:
 	@$(MAKE) --no-print-directory -j2 SIDE=$(SIDE) HARNESS=$(HARNESS) $(NEEDED) stage
 

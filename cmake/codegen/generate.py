@@ -39,7 +39,8 @@ MAX_KERNELS_PER_FILE = 6
 # NOTE: the machine code of sm90's kernels depends on their neighbours in a file, in a few scalar
 # instructions; sm80's does not. Other files for sm90 are other kernels, to be measured again.
 MAX_HOPPER_KERNELS_PER_FILE = 4
-# So many kernels of a family, as in the preset ci, compile fastest on two cores in few files.
+# A family of at most so many kernels, as in the preset ci, compiles fastest on two cores if kernels
+# of all head_dims share files.
 FEW_KERNELS = 12
 _SPLITTING_AXES = (
     "segments",
@@ -352,6 +353,7 @@ def _initialiser(variant: Variant) -> str:
 
 
 def _id_up_to(last: str, variant: Variant) -> str:
+    """Returns the variant's id as far as the axis `last`."""
     axes = variant.vocabulary.axes
     names = list(axes)[: list(axes).index(last) + 1]
     parts = [axes[name].part_of_id(variant.values[name]) for name in names]

@@ -50,7 +50,7 @@ struct Problem {
   PerSegment<SegmentProblem> segments;
   // For the partials of all segments: the planner splits only as far as this reaches.
   std::int64_t float_workspace_bytes = 0;
-  std::int64_t copy_bytes = 0;  // of the same buffer, behind them: copies of the operands
+  std::int64_t copy_bytes = 0;  // what copies of the operands take of the same buffer, behind these
 };
 
 // Copies begin at a multiple of so many bytes: sectors and TMA's boxes begin there.

@@ -115,8 +115,8 @@ struct PairedMma : SlicedMma<Traits> {
       const float own_factor = softmax.change_of_reference(before, next, scale_log2);
       const float other_factor = softmax.change_of_reference(others[r], next, scale_log2);
       softmax.row_max_ref[r] = next;
-      // One number from here on, as the other CTA gets it: an item that ends with this tile, and
-      // one that goes on to tiles in which the row has no keys, give the row the same bits.
+      // The quad's sum becomes one number, as the other CTA gets it at an item's end. So a row has
+      // the same bits whether its item ends here or goes on to tiles without keys of the row.
       const float sum = softmax.quad_sum(softmax.sum[r]);
       if (next != before) softmax.sum[r] = lane_id() % 4 == 0 ? sum * own_factor : 0.0f;
       other_sum[r] *= other_factor;
