@@ -20,8 +20,7 @@ ALLOWED_SPILLS = [
     # (192, 128), and four words where tiles are skipped, or with a soft cap in float16.
     ("sm80", 104, {"tile_class": "prefill", "mask": "bounds"}),
     ("sm80", 116, {"head_dim": "192x128", "position": "alibi"}),
-    ("sm80", 48, {"head_dim": "64", "tile_class": "decode"}),
-    ("sm80", 48, {"head_dim": "256", "tile_class": "decode"}),
+    ("sm80", 48, {"head_dim": ["64", "256"], "tile_class": "decode"}),
     ("sm80", 32, {"head_dim": "512", "tile_class": "compact"}),
     # O and S alone take three quarters of 255 registers, and a custom mask's words come on top; in
     # the main loop words of a thread's row, where a tile is masked.
@@ -52,19 +51,21 @@ ALLOWED_SPILLS = [
     ("sm90", 200, {"load": "converted"}),
     ("sm90", 368, {"load": "converted", "position": "alibi"}),
     ("sm90", 600, {"load": "converted", "position": "alibi", "mask": "custom"}),
-    ("sm90", 1248, {"head_dim": "256", "load": "converted"}),
+    ("sm90", 1116, {"head_dim": "256", "load": "converted"}),
+    ("sm90", 1248, {"head_dim": "256", "load": "converted", "mask": "custom", "q_dtype": "f16"}),
     # Words of the producer that looks through a mask's bits, above all where it also gathers;
     # consumers of d64 and d256 reload a word or two for a tile.
     ("sm90", 320, {"mask": "custom"}),
     # Where items begin and end and where P crosses to the other CTA; in the main loop three words
     # with a custom mask, up to 51 in 1,500 instructions where operands are converted.
-    ("sm90", 1748, {"head_dim": "512", "load": "converted"}),
-    ("sm90", 2592, {"head_dim": "512", "load": "converted", "mask": "custom"}),
+    ("sm90", 1400, {"head_dim": "512", "load": "converted"}),
+    ("sm90", 1748, {"head_dim": "512", "load": "converted", "q_dtype": "f16"}),
+    ("sm90", 2592, {"head_dim": "512", "load": "converted", "mask": "custom", "q_dtype": "f16"}),
     ("sm90", 804, {"head_dim": "512", "mask": "custom"}),
 ]
 
 
-def may_spill(variant: spec.Variant, family: str, axes: dict[str, str]) -> bool:
+def may_spill(variant: spec.Variant, family: str, axes: dict[str, str | list[str]]) -> bool:
     match = spec.match_of({"family": family, **axes}, variant.vocabulary.axes, "spills")
     return match.covers(variant.values)
 
